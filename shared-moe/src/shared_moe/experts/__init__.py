@@ -1,0 +1,1 @@
+"""Expert networks: grouped weights, low-rank factors, adapters."""

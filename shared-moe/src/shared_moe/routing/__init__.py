@@ -1,0 +1,3 @@
+from shared_moe.routing.routing import Routing, SlotRouting
+
+__all__ = ["Routing", "SlotRouting"]

@@ -1,0 +1,64 @@
+"""What every router returns.
+
+Shapes: T tokens, E experts, K chosen; B batch, N instances, S slots (of all experts together).
+"""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from shared_moe.errors import ShapeError
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which experts each token visits, and with what weight.
+
+    expert_ids_TK  int64; -1 = no expert in this slot
+    weights_TK     combine weights, normalised or not as the router's paper says
+    probs_TE       the full gate distribution, for losses and analysis
+    logits_TE      what the gate distribution was made from
+    losses         unweighted scalars that only the router can compute (a KL, a sparsity penalty)
+    """
+
+    expert_ids_TK: Tensor
+    weights_TK: Tensor
+    probs_TE: Tensor
+    logits_TE: Tensor
+    losses: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self):
+        ids, weights, probs, logits = self.expert_ids_TK, self.weights_TK, self.probs_TE, self.logits_TE
+        if ids.shape != weights.shape or ids.dim() != 2:
+            raise ShapeError(
+                f"expert_ids {tuple(ids.shape)} and weights {tuple(weights.shape)} must both be (T, K)"
+            )
+        if probs.shape != logits.shape or probs.dim() != 2 or probs.shape[0] != ids.shape[0]:
+            raise ShapeError(
+                f"probs {tuple(probs.shape)} and logits {tuple(logits.shape)} must both be (T, E), T = {ids.shape[0]}"
+            )
+
+    @property
+    def num_experts(self) -> int:
+        return self.probs_TE.shape[1]
+
+
+@dataclass(frozen=True)
+class SlotRouting:
+    """How instances are mixed into slots and slots back into instances (soft MoE, MAMMOTH).
+
+    dispatch_BNS   each slot's column sums to 1 over the real instances
+    combine_BNS    each instance's row sums to 1 over the slots; None when only slots are wanted
+    """
+
+    dispatch_BNS: Tensor
+    combine_BNS: Tensor | None = None
+
+    def __post_init__(self):
+        if self.dispatch_BNS.dim() != 3:
+            raise ShapeError(f"dispatch must be (B, N, S), got {tuple(self.dispatch_BNS.shape)}")
+        if self.combine_BNS is not None and self.combine_BNS.shape != self.dispatch_BNS.shape:
+            raise ShapeError(
+                f"combine {tuple(self.combine_BNS.shape)} must have the shape of dispatch "
+                f"{tuple(self.dispatch_BNS.shape)}"
+            )

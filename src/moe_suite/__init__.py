@@ -1,0 +1,1 @@
+"""The suite as one: one command that shows every domain."""
