@@ -1,1 +1,8 @@
 """The hot functions, each one custom op with a reference and faster implementations."""
+
+from shared_moe.ops.combine import combine
+from shared_moe.ops.grouped_ffn import grouped_ffn
+from shared_moe.ops.grouped_linear import grouped_linear
+from shared_moe.ops.sort import sort_by_expert
+
+__all__ = ["combine", "grouped_ffn", "grouped_linear", "sort_by_expert"]
