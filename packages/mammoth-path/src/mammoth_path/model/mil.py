@@ -4,6 +4,7 @@ Shapes: B bags, N patches, D encoder width, M tokens after the layer (N, or E·S
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ def _build_layer(
     else:
         raise ConfigError(f"layer={name!r}; there are: {', '.join(LAYERS)}")
     parts: list[nn.Module] = []
-    for wide, narrow in zip(widths, widths[1:], strict=False):
+    for wide, narrow in pairwise(widths):
         linear = nn.Linear(wide, narrow)
         nn.init.xavier_uniform_(linear.weight, generator=generator)
         nn.init.zeros_(linear.bias)
