@@ -5,11 +5,9 @@ native C++ passes on the CPU where a compiler is there.
 """
 
 import os
-from typing import Literal
 
 from shared_moe.errors import InputError
 
-Backend = Literal["auto", "reference", "torch"]
 BACKENDS = ("reference", "torch")
 VARIABLE = "SHARED_MOE_BACKEND"
 

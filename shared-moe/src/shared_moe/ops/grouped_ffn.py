@@ -12,7 +12,7 @@ from torch import Tensor
 from shared_moe import native
 from shared_moe.errors import ShapeError
 from shared_moe.ops.activations import activate, activate_backward, check_activation
-from shared_moe.ops.backend import Backend, choose_backend
+from shared_moe.ops.backend import choose_backend
 from shared_moe.ops.combine import _positions, combine_rows
 from shared_moe.ops.grouped_linear import groups
 from shared_moe.ops.sort import _sort_by_expert
@@ -250,7 +250,7 @@ def grouped_ffn(
     down_bias_ED: Tensor | None = None,
     activation: str = "silu",
     gated: bool = True,
-    backend: Backend = "auto",
+    backend: str = "auto",
 ) -> Tensor:
     """y_t = Σ_k w_tk FFN_{e_tk}(x_t): (T, D) -> (T, D), in x's dtype.
 

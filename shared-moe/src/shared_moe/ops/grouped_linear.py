@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shared_moe.errors import InputError, ShapeError
-from shared_moe.ops.backend import Backend, choose_backend
+from shared_moe.ops.backend import choose_backend
 
 
 def groups(counts_E: Tensor) -> Iterator[tuple[int, slice]]:
@@ -91,7 +91,7 @@ def grouped_linear(
     counts_E: Tensor,
     bias_EF: Tensor | None = None,
     *,
-    backend: Backend = "auto",
+    backend: str = "auto",
 ) -> Tensor:
     """y_s = W_e(s) x_s + b_e(s): (S, D) rows sorted by expert -> (S, F).
 

@@ -28,15 +28,15 @@ class _DirichletSample(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, concentration_TE: Tensor, generator: torch.Generator | None) -> Tensor:
-        theta_TE = torch._sample_dirichlet(concentration_TE, generator=generator)
+        theta_TE = torch.ops.aten._sample_dirichlet(concentration_TE, generator)
         ctx.save_for_backward(theta_TE, concentration_TE)
         return theta_TE
 
     @staticmethod
-    def backward(ctx, grad_TE: Tensor):
+    def backward(ctx, grad_TE: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         theta_TE, concentration_TE = ctx.saved_tensors
         total_TE = concentration_TE.sum(-1, keepdim=True).expand_as(concentration_TE).contiguous()
-        implicit = torch._dirichlet_grad(theta_TE, concentration_TE, total_TE)
+        implicit = torch.ops.aten._dirichlet_grad(theta_TE, concentration_TE, total_TE)
         centred = grad_TE - (theta_TE * grad_TE).sum(-1, keepdim=True)
         return (implicit * centred).clamp(-GRADIENT_LIMIT, GRADIENT_LIMIT), None
 
@@ -84,6 +84,8 @@ class DirichletRouter(nn.Module):
     `losses` holds kl, sparsity, reconstruction (and gate_kl), each a mean over tokens; `auxiliary_loss` weighs them:
     β_θ kl + λ_s sparsity + w_r reconstruction + β_z gate_kl.
     """
+
+    step: Tensor
 
     def __init__(
         self,

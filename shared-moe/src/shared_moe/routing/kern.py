@@ -5,17 +5,12 @@
 Shapes: T tokens, D width, E experts (M in the paper), K chosen.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
 from shared_moe.errors import InputError
 from shared_moe.routing.routing import Routing
 from shared_moe.routing.topk import check_top_k, gate_logits, stable_top_k
-
-Phi = Literal["relu", "exp", "sigmoid", "tanh", "identity"]
-Norm = Literal["l2", "l1", "none"]
 
 PHI = {
     "relu": torch.relu,
@@ -26,7 +21,7 @@ PHI = {
 }
 
 
-def normalise(scores_TE: Tensor, norm: Norm, phi: Phi, eps: float) -> Tensor:
+def normalise(scores_TE: Tensor, norm: str, phi: str, eps: float) -> Tensor:
     """Divide each token's scores by their norm; with φ = exp the l1 norm is that of exp(s): s - logsumexp(s)."""
     if norm == "none":
         return scores_TE
@@ -53,9 +48,9 @@ class KernRouter(nn.Module):
         num_experts: int,
         top_k: int,
         *,
-        phi: Phi = "relu",
-        norm: Norm = "l2",
-        norm_over: Literal["all", "topk"] = "all",
+        phi: str = "relu",
+        norm: str = "l2",
+        norm_over: str = "all",
         eps: float = 1e-6,
         bias: bool = True,
         generator: torch.Generator | None = None,

@@ -6,15 +6,11 @@ Non-finite logits: a NaN, or a softmax row with +inf or nothing but -inf, makes 
 fault shows in the output; its expert ids stay valid. An expert at -inf gets weight 0.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
 from shared_moe.errors import InputError, ShapeError
 from shared_moe.routing.routing import Routing
-
-Scoring = Literal["softmax", "sigmoid"]
 
 
 def check_top_k(num_experts: int, top_k: int) -> None:
@@ -56,12 +52,12 @@ def topk_route(
     logits_TE: Tensor,
     top_k: int,
     *,
-    scoring: Scoring = "softmax",
+    scoring: str = "softmax",
     norm_topk_prob: bool = True,
     selection_bias_E: Tensor | None = None,
     num_groups: int = 1,
     top_k_groups: int = 1,
-    group_score: Literal["max", "top2"] = "max",
+    group_score: str = "max",
     scale: float = 1.0,
 ) -> Routing:
     """Route each token to the `top_k` experts of highest gate value.
@@ -84,6 +80,10 @@ def topk_route(
             f"{top_k_groups} of {num_groups} groups of {E} experts cannot give {top_k} experts a token; "
             "num_groups must divide the experts and the chosen groups hold at least top_k"
         )
+    if scoring not in ("softmax", "sigmoid") or group_score not in ("max", "top2"):
+        raise InputError(
+            f"scoring={scoring!r}, group_score={group_score!r}; expected softmax or sigmoid, max or top2"
+        )
     wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     probs_TE = wide_TE.softmax(1) if scoring == "softmax" else wide_TE.sigmoid()
     choice_TE = probs_TE if selection_bias_E is None else probs_TE + selection_bias_E
@@ -105,7 +105,7 @@ class TopKRouter(nn.Module):
     `update_bias` is called with routings, so a recomputed forward (activation checkpointing) counts no token twice.
     """
 
-    scoring: Scoring = "softmax"
+    scoring: str = "softmax"
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class TopKRouter(nn.Module):
         norm_topk_prob: bool = True,
         num_groups: int = 1,
         top_k_groups: int = 1,
-        group_score: Literal["max", "top2"] = "max",
+        group_score: str = "max",
         scale: float = 1.0,
         jitter: float = 0.0,
         bias_balancing: bool = False,
@@ -155,7 +155,7 @@ class TopKRouter(nn.Module):
         """
         if self.expert_bias is None:
             raise InputError("update_bias needs a router built with bias_balancing=True")
-        counts = sum(expert_counts(r.expert_ids_TK, r.num_experts) for r in routings).to(torch.float32)
+        counts = torch.stack([expert_counts(r.expert_ids_TK, r.num_experts) for r in routings]).sum(0).float()
         self.expert_bias += rate * torch.sign(counts.mean() - counts)
         self.expert_bias -= self.expert_bias.mean()
         return counts
