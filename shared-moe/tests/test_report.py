@@ -31,9 +31,9 @@ class Page(HTMLParser):
 
 def test_parts_stand_in_the_order_in_which_they_were_added():
     report = Report("A demo").notice("composed of real tiles").heading("Result").paragraph("It ran.")
-    report.table(["name", "value"], [["tiles", 12], ["mpp", 0.25]], "facts").code("a\nb")
+    report.table(["name", "value"], [["count", 12], ["mpp", 0.25]], "facts").code("a\nb")
     text = "".join(Page(report.html().split("</style>")[1]).text)
-    order = ["A demo", "composed of real tiles", "Result", "It ran.", "facts", "tiles", "12", "0.25", "a\nb"]
+    order = ["A demo", "composed of real tiles", "Result", "It ran.", "facts", "count", "12", "0.25", "a\nb"]
     places = [text.index(word) for word in order]
     assert places == sorted(places)
 
