@@ -35,6 +35,9 @@ class MILModel(nn.Module):
     layer_options  arguments of `Mammoth` (for "mlp": of the Mammoth whose size it takes)
     """
 
+    feature_mean: Tensor
+    feature_std: Tensor
+
     def __init__(
         self,
         input_dim: int,
@@ -61,11 +64,19 @@ class MILModel(nn.Module):
             "dropout": dropout,
         }
         self.input_dim = input_dim
+        self.num_classes = num_classes
         self.layer = _build_layer(layer, input_dim, dim, options, dropout, generator)
         self.aggregator = build_aggregator(aggregator, dim, dropout=dropout, generator=generator)
         self.head = nn.Linear(dim, num_classes)
+        self.register_buffer("feature_mean", torch.zeros(input_dim))
+        self.register_buffer("feature_std", torch.ones(input_dim))
         nn.init.xavier_uniform_(self.head.weight, generator=generator)
         nn.init.zeros_(self.head.bias)
+
+    def standardise(self, mean_D: Tensor, std_D: Tensor) -> None:
+        """Let the model subtract `mean` and divide by `std`, both taken from its training bags; they are saved with it."""
+        self.feature_mean.copy_(mean_D)
+        self.feature_std.copy_(torch.where(std_D > 0, std_D, 1))
 
     @property
     def routes_slots(self) -> bool:
@@ -75,10 +86,11 @@ class MILModel(nn.Module):
         self, x_BND: Tensor, mask_BN: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> MILOutput:
         """x (B, N, D), mask (B, N) True = real patch. Raises what `Mammoth.forward` raises."""
+        self._check(x_BND, mask_BN)
+        x_BND = (x_BND - self.feature_mean) / self.feature_std
         if isinstance(self.layer, Mammoth):
             tokens = self.layer(x_BND, mask_BN, generator=generator)
         else:
-            self._check(x_BND, mask_BN)
             tokens = self.layer(x_BND if mask_BN is None else x_BND.masked_fill(~mask_BN[..., None], 0))
         pooled, attention = self.aggregator(tokens, None if self.routes_slots else mask_BN)
         return MILOutput(self.head(pooled), attention)
@@ -90,6 +102,7 @@ class MILModel(nn.Module):
         Exact: attention over slots is carried to the patches through the dispatch weights. Call it in `eval()`.
         """
         attention = self.forward(x_BND, mask_BN).attention_BM
+        x_BND = (x_BND - self.feature_mean) / self.feature_std
         if not isinstance(self.layer, Mammoth):
             return attention, None
         if not self.layer.keep_slots:
