@@ -126,7 +126,10 @@ def _methods(T, D, F, E, K, dtype, backward: bool, seed: int) -> dict[str, Calla
         ),
         "loop over experts with index_add": timed(lambda: _index_add(x, gate_up, down, ids, weights), moe),
     }
-    from_transformers = _transformers_grouped_mm(gate_up, down)
+    aligned = all(
+        width * x.element_size() % 16 == 0 for width in (D, F)
+    )  # torch's grouped_mm takes no others
+    from_transformers = _transformers_grouped_mm(gate_up, down) if aligned else None
     if from_transformers is not None:
         methods["transformers grouped_mm"] = timed(lambda: from_transformers(x, ids, weights), moe)
     return methods
