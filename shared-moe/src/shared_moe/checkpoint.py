@@ -1,7 +1,7 @@
 """Look into a Mixture-of-Experts checkpoint without building the model or holding it in memory.
 
 Reads safetensors folders of Hugging Face models (single file or shards, experts stored one by one or stacked) and the
-folders that `shared_moe.hub` writes. One expert's matrix is in memory at a time.
+folders that `shared_moe.hub` writes. One expert's matrix is in memory at a time, beside a sketch of the others.
 
 Shapes: E experts, D width, F hidden width.
 """
