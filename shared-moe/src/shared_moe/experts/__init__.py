@@ -2,5 +2,6 @@
 
 from shared_moe.experts.adapters import AdapterExperts
 from shared_moe.experts.ffn import FFNExperts
+from shared_moe.experts.lowrank import LowRankExperts
 
-__all__ = ["AdapterExperts", "FFNExperts"]
+__all__ = ["AdapterExperts", "FFNExperts", "LowRankExperts"]

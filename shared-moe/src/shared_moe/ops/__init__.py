@@ -3,6 +3,16 @@
 from shared_moe.ops.combine import combine
 from shared_moe.ops.grouped_ffn import grouped_ffn
 from shared_moe.ops.grouped_linear import grouped_linear
+from shared_moe.ops.lowrank import lowrank_experts
+from shared_moe.ops.slot_mix import slot_mix, slot_unmix
 from shared_moe.ops.sort import sort_by_expert
 
-__all__ = ["combine", "grouped_ffn", "grouped_linear", "sort_by_expert"]
+__all__ = [
+    "combine",
+    "grouped_ffn",
+    "grouped_linear",
+    "lowrank_experts",
+    "slot_mix",
+    "slot_unmix",
+    "sort_by_expert",
+]

@@ -1,6 +1,6 @@
 """What every router returns.
 
-Shapes: T tokens, E experts, K chosen; B batch, N instances, S slots (of all experts together).
+Shapes: T tokens, E experts, K chosen; B batch, H heads, N instances, S slots (of all experts, expert-major).
 """
 
 from dataclasses import dataclass, field
@@ -47,18 +47,16 @@ class Routing:
 class SlotRouting:
     """How instances are mixed into slots and slots back into instances (soft MoE, MAMMOTH).
 
-    dispatch_BNS   each slot's column sums to 1 over the real instances
-    combine_BNS    each instance's row sums to 1 over the slots; None when only slots are wanted
+    dispatch_BHNS   each slot's column sums to 1 over the real instances
+    combine_BHNS    each real instance's row sums to 1 over the slots
     """
 
-    dispatch_BNS: Tensor
-    combine_BNS: Tensor | None = None
+    dispatch_BHNS: Tensor
+    combine_BHNS: Tensor
 
     def __post_init__(self):
-        if self.dispatch_BNS.dim() != 3:
-            raise ShapeError(f"dispatch must be (B, N, S), got {tuple(self.dispatch_BNS.shape)}")
-        if self.combine_BNS is not None and self.combine_BNS.shape != self.dispatch_BNS.shape:
+        if self.dispatch_BHNS.dim() != 4 or self.dispatch_BHNS.shape != self.combine_BHNS.shape:
             raise ShapeError(
-                f"combine {tuple(self.combine_BNS.shape)} must have the shape of dispatch "
-                f"{tuple(self.dispatch_BNS.shape)}"
+                f"dispatch {tuple(self.dispatch_BHNS.shape)} and combine {tuple(self.combine_BHNS.shape)} must both be "
+                "(B, H, N, S)"
             )

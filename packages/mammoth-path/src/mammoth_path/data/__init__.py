@@ -1,0 +1,1 @@
+"""Readers: real formats in, typed samples out."""

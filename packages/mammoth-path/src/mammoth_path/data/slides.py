@@ -1,0 +1,203 @@
+"""Whole-slide images, read by physical scale: micrometres and microns per pixel, never pyramid levels.
+
+Coordinates: level-0 pixels from the image's top left corner, or micrometres along the same axes.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import openslide
+from PIL import Image, UnidentifiedImageError
+
+from mammoth_path.errors import ScaleError, SlideError
+from shared_moe.errors import InputError
+
+MPP_KEYS = ("openslide.mpp-x", "aperio.MPP", "mirax.LAYER_0_LEVEL_0_SECTION.MICROMETER_PER_PIXEL_X")
+PLAUSIBLE_MPP_UM = (0.05, 20.0)
+FINER_TOLERANCE = 0.95
+WHITE = (255, 255, 255)
+
+
+class TileError(SlideError):
+    """One region of a slide cannot be decoded; the rest of the slide can still be read."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Microns per pixel at level 0 (None when unknown), where the number came from, and what is odd about it."""
+
+    mpp_um: float | None
+    source: str
+    warning: str | None = None
+
+
+class Slide:
+    """A slide or a plain image. Use as a context manager; safe to use after a fork (the file is opened again).
+
+    `mpp_um` is None when the file does not say and the caller did not: then only `read_level` and `thumbnail` work.
+    """
+
+    def __init__(self, path: Path | str, mpp: float | None = None):
+        self.path = Path(path)
+        self.name = self.path.stem
+        self._handle, self._pid = _open(self.path), os.getpid()
+        self.properties: dict[str, str] = dict(self._handle.properties)
+        self.width_px, self.height_px = self._handle.dimensions
+        self.level_sizes_px: tuple[tuple[int, int], ...] = self._handle.level_dimensions
+        self.downsamples: tuple[float, ...] = self._handle.level_downsamples
+        self.associated: list[str] = list(self._handle.associated_images)
+        self.vendor = self.properties.get("openslide.vendor", "plain image")
+        self.power = _number(self.properties.get("openslide.objective-power"))
+        self.scale = find_scale(self.properties, self.power, mpp)
+
+    @property
+    def mpp_um(self) -> float | None:
+        return self.scale.mpp_um
+
+    def require_mpp(self) -> float:
+        """Microns per pixel at level 0. Raises `ScaleError` when unknown or absurd: the scale is never guessed."""
+        if self.mpp_um is None:
+            raise ScaleError(
+                f"{self.path}: {self.scale.source}; give the microns per pixel of its finest level with --mpp "
+                "(about 0.25 for a 40x scan, 0.5 for 20x)"
+            )
+        return self.mpp_um
+
+    def read(self, x_um: float, y_um: float, size_px: int, mpp: float) -> np.ndarray:
+        """The square region whose top left corner lies at (x_um, y_um), at `mpp` microns per pixel.
+
+        Returns uint8 (size_px, size_px, 3); beyond the slide it is white. Resampled from the next finer level.
+        Raises `ScaleError` when `mpp` is finer than the scan, `TileError` when the region cannot be decoded.
+        """
+        base = self.require_mpp()
+        if size_px < 1 or not mpp > 0:
+            raise InputError(f"size_px={size_px}, mpp={mpp}; expected a positive size and scale")
+        if mpp < FINER_TOLERANCE * base:
+            raise ScaleError(
+                f"{self.path}: {mpp:g} um/px was asked for, but the scan has {base:g} um/px; ask for at least {base:g}"
+            )
+        target = mpp / base
+        level = max((i for i, d in enumerate(self.downsamples) if d <= target * 1.001), default=0)
+        down = self.downsamples[level]
+        left, top, side = x_um / base / down, y_um / base / down, size_px * target / down
+        if abs(side - size_px) < 1e-6 and abs(left - round(left)) < 1e-6 and abs(top - round(top)) < 1e-6:
+            return self._region(level, round(left), round(top), size_px, size_px)
+        x0, y0 = int(np.floor(left)) - 1, int(np.floor(top)) - 1
+        extent = int(np.ceil(side)) + 3
+        pixels = Image.fromarray(self._region(level, x0, y0, extent, extent))
+        box = (left - x0, top - y0, left - x0 + side, top - y0 + side)
+        return np.asarray(pixels.resize((size_px, size_px), Image.Resampling.BILINEAR, box=box))
+
+    def read_level(self, level: int, x_px: int, y_px: int, width_px: int, height_px: int) -> np.ndarray:
+        """A region of one pyramid level, its corner in that level's pixels: uint8 (height, width, 3).
+
+        Raises `InputError` for a level that does not exist.
+        """
+        if not 0 <= level < len(self.level_sizes_px):
+            sizes = ", ".join(f"{i}: {w} x {h}" for i, (w, h) in enumerate(self.level_sizes_px))
+            raise InputError(f"{self.path} has no level {level}; its levels are {sizes}")
+        return self._region(level, x_px, y_px, width_px, height_px)
+
+    def thumbnail(self, max_px: int = 1024) -> np.ndarray:
+        """The whole slide, its longer side at most `max_px`: uint8 (h, w, 3)."""
+        self._reopen_after_fork()
+        try:
+            image = self._handle.get_thumbnail((max_px, max_px))
+        except (openslide.OpenSlideError, OSError) as e:
+            self._reopen()
+            raise TileError(f"{self.path}: the overview cannot be decoded ({e})") from e
+        return np.asarray(_on_white(image))
+
+    def _region(self, level: int, x: int, y: int, width: int, height: int) -> np.ndarray:
+        self._reopen_after_fork()
+        down = self.downsamples[level]
+        corner = (round(x * down), round(y * down))
+        try:
+            image = self._handle.read_region(corner, level, (width, height))
+        except (openslide.OpenSlideError, OSError) as e:
+            self._reopen()  # after an error OpenSlide refuses every later read of the same handle
+            raise TileError(
+                f"{self.path}: region at level {level}, ({x}, {y}) cannot be decoded ({e})"
+            ) from e
+        return np.asarray(_on_white(image))
+
+    def _reopen_after_fork(self) -> None:
+        if os.getpid() != self._pid:
+            self._handle, self._pid = _open(self.path), os.getpid()
+
+    def _reopen(self) -> None:
+        self._handle.close()
+        self._handle = _open(self.path)
+
+    def close(self) -> None:
+        self._handle.close()
+
+    def __enter__(self) -> "Slide":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_slide(path: Path | str, mpp: float | None = None) -> Slide:
+    """Open whatever OpenSlide reads (SVS, NDPI, MRXS, SCN, DICOM, pyramidal TIFF ...) or a plain PNG, JPEG or TIFF.
+
+    mpp: microns per pixel at level 0, for files that do not say or say wrongly.
+    Raises `SlideError` when the file is absent, truncated or no image; `ScaleError` for an absurd `mpp`.
+    """
+    return Slide(path, mpp)
+
+
+def find_scale(properties: dict[str, str], power: float | None, given_mpp: float | None) -> Scale:
+    """The scale by the caller's word, else by the file's; an implausible number in the file counts as unknown."""
+    low, high = PLAUSIBLE_MPP_UM
+    if given_mpp is not None:
+        if not low <= given_mpp <= high:
+            raise ScaleError(
+                f"--mpp {given_mpp:g} is outside {low:g} to {high:g} um/px; give microns per pixel"
+            )
+        return Scale(given_mpp, "given")
+    for key in MPP_KEYS:
+        mpp = _number(properties.get(key))
+        if mpp is None:
+            continue
+        if not low <= mpp <= high:
+            return Scale(None, f"{key} says {mpp:g} um/px, which no microscope has")
+        return Scale(mpp, key, _disagreement(mpp, power))
+    return Scale(None, "the file does not say its scale")
+
+
+def _disagreement(mpp_um: float, power: float | None) -> str | None:
+    if power is None or 0.6 < power * mpp_um / 10 < 1.7:
+        return None
+    return f"{mpp_um:g} um/px does not go with an objective of {power:g}x (about {10 / power:g} um/px): check the scale"
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        value = float(text.replace(",", ".")) if text else None
+    except ValueError:
+        return None
+    return value if value is not None and np.isfinite(value) and value > 0 else None
+
+
+def _open(path: Path) -> openslide.AbstractSlide:
+    if not path.is_file():
+        raise SlideError(f"{path}: no such file")
+    try:
+        return openslide.open_slide(path)
+    except (openslide.OpenSlideError, UnidentifiedImageError, OSError, Image.DecompressionBombError) as e:
+        raise SlideError(
+            f"{path}: not a slide or image that can be read, or cut short ({e}); check that the whole file was copied "
+            "and that its format is one of OpenSlide's (https://openslide.org/formats/)"
+        ) from e
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    if image.mode != "RGBA":
+        return image.convert("RGB")
+    flat = Image.new("RGB", image.size, WHITE)
+    flat.paste(image, mask=image.getchannel("A"))
+    return flat

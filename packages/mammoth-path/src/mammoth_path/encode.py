@@ -1,0 +1,227 @@
+"""From slides to features: tile, encode, write; resume where a run stopped; one bad slide costs only itself."""
+
+import csv
+import json
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mammoth_path.data.encoders import Encoder
+from mammoth_path.data.features import Bag, grid_attributes, write_coords, write_features
+from mammoth_path.data.slides import Slide, TileError, open_slide
+from mammoth_path.data.tiles import TileGrid, tile_grid
+from mammoth_path.data.tissue import find_tissue
+from shared_moe.console import track
+from shared_moe.errors import BusyError, DiskFullError, InputError, MoeError
+from shared_moe.files import atomic_path, folder_lock
+
+SUFFIXES = {
+    *(".svs", ".tif", ".tiff", ".ndpi", ".vms", ".vmu", ".scn", ".mrxs", ".bif", ".svslide", ".dcm"),
+    *(".png", ".jpg", ".jpeg"),
+}
+BATCH = 16
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class SlideResult:
+    """One row of a run's table. status: done, resumed (was there already), failed."""
+
+    slide: str
+    status: str
+    tiles: int = 0
+    unreadable_tiles: int = 0
+    mpp_um: float | None = None
+    mpp_source: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class TileOptions:
+    """How slides are cut: microns per pixel, tile side and overlap in pixels, least share of tissue."""
+
+    mpp: float = 0.5
+    size_px: int = 256
+    overlap_px: int = 0
+    min_tissue: float = 0.25
+
+
+def find_slides(source: Path) -> list[Path]:
+    """The slide itself, or every slide of a folder by name. Raises `InputError` when there is none."""
+    if source.is_file():
+        return [source]
+    if not source.is_dir():
+        raise InputError(f"{source}: no such file or folder")
+    found = sorted(p for p in source.iterdir() if p.suffix.lower() in SUFFIXES)
+    if not found:
+        raise InputError(f"{source}: no slide in this folder (looked for {', '.join(sorted(SUFFIXES))})")
+    return found
+
+
+def grid_of(slide: Slide, options: TileOptions) -> TileGrid:
+    """The tiles of a slide's tissue; with min_tissue=0 every whole tile."""
+    tissue = find_tissue(slide) if options.min_tissue > 0 else None
+    return tile_grid(
+        slide,
+        tissue,
+        mpp=options.mpp,
+        size_px=options.size_px,
+        overlap_px=options.overlap_px,
+        min_tissue=options.min_tissue,
+    )
+
+
+def tile_slides(
+    slides: list[Path], job: Path, options: TileOptions, mpp: float | None = None
+) -> list[SlideResult]:
+    """Write JOB/<tiles>/patches/<slide>_patches.h5 for every slide, and the run's table."""
+
+    def one(path: Path) -> SlideResult:
+        with open_slide(path, mpp) as slide:
+            grid = grid_of(slide, options)
+            write_coords(job / grid.folder_name / "patches" / f"{slide.name}_patches.h5", grid)
+            return SlideResult(slide.name, "done", len(grid), 0, slide.mpp_um, slide.scale.source)
+
+    with folder_lock(job):
+        results = [_guard(one, path) for path in track(slides, "tiling")]
+        _write_table(job / "tile_table.csv", results)
+    return results
+
+
+def encode_slides(
+    slides: list[Path],
+    job: Path,
+    encoder: Encoder,
+    options: TileOptions,
+    *,
+    mpp: float | None = None,
+    half: bool = False,
+) -> list[SlideResult]:
+    """Write JOB/<tiles>/features_<encoder>/<slide>.h5 for every slide, and the run's table.
+
+    A finished slide is not encoded again; an interrupted one goes on at the chunk of tiles where it stopped, to the same
+    file bit for bit. A tile that cannot be decoded is left out and counted. A failed slide is a row of the table.
+    Raises `BusyError` when another process writes to `job`, `DiskFullError` when the disk is full.
+    """
+
+    def one(path: Path) -> SlideResult:
+        with open_slide(path, mpp) as slide:
+            grid = grid_of(slide, options)
+            target = job / grid.folder_name / f"features_{encoder.name}" / f"{slide.name}.h5"
+            about = (slide.mpp_um, slide.scale.source)
+            if target.is_file():
+                return SlideResult(slide.name, "resumed", len(grid), 0, *about)
+            features, kept = _encode(slide, grid, encoder, target.with_suffix(".partial"))
+            attributes = {**grid_attributes(grid), "encoder": encoder.name}
+            stored = features.astype(np.float16) if half else features
+            write_features(target, Bag(stored, grid.coords_N2[kept], attributes))
+            _remove(target.with_suffix(".partial"))
+            return SlideResult(slide.name, "done", len(kept), len(grid) - len(kept), *about)
+
+    with folder_lock(job):
+        results = [_guard(one, path) for path in track(slides, "encoding slides")]
+        _write_table(job / "encode_table.csv", results)
+    return results
+
+
+def encode_grid(slide: Slide, grid: TileGrid, encoder: Encoder) -> tuple[np.ndarray, np.ndarray]:
+    """(features (M, D), indices (M,) of the tiles that could be read). The encoder and the reader work side by side."""
+    features, kept = [], []
+    starts = range(0, len(grid), BATCH)
+    for indices, tiles in track(_batches(slide, grid, starts), f"encoding {slide.name}", total=len(starts)):
+        if len(indices):
+            features.append(encoder(tiles))
+            kept.append(indices)
+    if not kept:
+        raise TileError(f"{slide.path}: none of its {len(grid)} tiles can be decoded")
+    return np.concatenate(features), np.concatenate(kept)
+
+
+def _encode(slide: Slide, grid: TileGrid, encoder: Encoder, partial: Path) -> tuple[np.ndarray, np.ndarray]:
+    """`encode_grid` in chunks that are kept on disk until the slide is whole."""
+    signature = json.dumps([encoder.name, grid.folder_name, len(grid), int(grid.coords_N2.sum())])
+    note = partial / "signature.json"
+    if not note.is_file() or note.read_text() != signature:
+        _remove(partial)
+        with atomic_path(note) as p:
+            p.write_text(signature)
+    parts = []
+    starts = list(range(0, len(grid), CHUNK))
+    for start in track(starts, f"encoding {slide.name}"):
+        stop = min(start + CHUNK, len(grid))
+        chunk = partial / f"{start:08d}.npz"
+        if not chunk.is_file():
+            features, kept = _encode_range(slide, grid, encoder, start, stop)
+            with atomic_path(chunk) as p, p.open("wb") as f:
+                np.savez(f, features=features, kept=kept)
+        with np.load(chunk) as saved:
+            parts.append((saved["features"], saved["kept"]))
+    kept = np.concatenate([k for _, k in parts])
+    if len(kept) == 0:
+        raise TileError(f"{slide.path}: none of its {len(grid)} tiles can be decoded")
+    return np.concatenate([f for f, _ in parts]), kept
+
+
+def _encode_range(
+    slide: Slide, grid: TileGrid, encoder: Encoder, start: int, stop: int
+) -> tuple[np.ndarray, np.ndarray]:
+    features, kept = [np.empty((0, encoder.dim), np.float32)], [np.empty(0, np.int64)]
+    for indices, tiles in _batches(slide, grid, range(start, stop, BATCH), stop):
+        if len(indices):
+            features.append(encoder(tiles))
+            kept.append(indices)
+    return np.concatenate(features), np.concatenate(kept)
+
+
+def _batches(
+    slide: Slide, grid: TileGrid, starts: Iterable[int], stop: int | None = None
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(indices, tiles) of each batch; the next one is read while the caller works on this one."""
+    end = len(grid) if stop is None else stop
+
+    def read(start: int) -> tuple[np.ndarray, np.ndarray]:
+        indices, tiles = [], []
+        for i in range(start, min(start + BATCH, end)):
+            try:
+                tiles.append(grid.read(slide, i))
+                indices.append(i)
+            except TileError:
+                continue
+        return np.array(indices, np.int64), np.array(tiles, np.uint8)
+
+    with ThreadPoolExecutor(1) as pool:
+        ahead = None
+        for start in starts:
+            following = pool.submit(read, start)
+            if ahead is not None:
+                yield ahead.result()
+            ahead = following
+        if ahead is not None:
+            yield ahead.result()
+
+
+def _guard(one, path: Path) -> SlideResult:
+    """A slide's own fault becomes a row; a fault of the run (full disk, busy folder) ends it."""
+    try:
+        return one(path)
+    except (DiskFullError, BusyError):
+        raise
+    except MoeError as e:
+        return SlideResult(path.stem, "failed", message=str(e))
+
+
+def _write_table(path: Path, results: list[SlideResult]) -> None:
+    with atomic_path(path) as p, p.open("w", newline="") as f:
+        writer = csv.DictWriter(f, list(asdict(results[0])))
+        writer.writeheader()
+        writer.writerows(asdict(r) for r in results)
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_dir():
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
