@@ -275,3 +275,11 @@ def test_the_console_script_turns_errors_into_exit_codes(tmp_path):
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
     assert "not a folder" in done.stderr
+
+
+def test_the_readmes_example_runs(tmp_path, monkeypatch):
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    exec(readme.split("```python\n")[1].split("```")[0], {})
+    assert (tmp_path / "report" / "index.html").stat().st_size > 1000
+    assert (tmp_path / "my-model" / "model.safetensors").is_file()
