@@ -81,6 +81,7 @@ def test_inspect_agrees_with_the_model_in_memory(tmp_path, family):
         )
         expected = erc(router, gates, noise=False)
         assert layer.diagonal_dominant == pytest.approx(expected.diagonal_dominant.item())
+        assert layer.coupling_loss == pytest.approx(expected.relative.item(), rel=1e-4)
         assert layer.epsilon == pytest.approx(expected.epsilon_E.mean().item(), rel=1e-4)
         cosine = torch.nn.functional.cosine_similarity(router[:, None], router[None], dim=-1)
         assert layer.router_cosine == pytest.approx((cosine.sum().item() - 6) / 30, abs=1e-5)
@@ -123,6 +124,7 @@ def test_inspect_measures_coupling_of_our_own_layers(tmp_path):
         folder = hub.save_pretrained(tmp_path / str(gated), layer, {}, "card")
         (found,) = inspect_checkpoint(folder).layers
         assert found.diagonal_dominant == 1
+        assert found.coupling_loss == 0
 
 
 def test_quick_reads_no_expert(tmp_path):

@@ -47,6 +47,7 @@ class Layer:
     router_cosine        mean cosine between two different rows; 1 means that the router cannot tell experts apart
     near_duplicates      (i, j, cosine) of experts whose first matrices point the same way
     diagonal_dominant    share of router rows that excite their own expert most (expert-router coupling)
+    coupling_loss        the ERC loss at alpha 1 without noise, over the mean of the own-expert norms; 0 is full coupling
     epsilon              mean noise bound of the router's rows, the gauge of specialisation
     notes                what could not be computed, and why
     """
@@ -63,6 +64,7 @@ class Layer:
     router_cosine: float | None = None
     near_duplicates: list[tuple[int, int, float]] | None = None
     diagonal_dominant: float | None = None
+    coupling_loss: float | None = None
     epsilon: float | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -138,7 +140,7 @@ def describe(found: Inspection) -> str:
         if layer.diagonal_dominant is not None:
             lines.append(
                 f"  expert-router coupling: {100 * layer.diagonal_dominant:.0f} % of router rows excite their own expert "
-                f"most (chance {100 / layer.num_experts:.1f} %), mean noise bound {layer.epsilon:.3f}"
+                f"most (chance {100 / layer.num_experts:.1f} %), relative loss {layer.coupling_loss:.3f}, mean noise bound {layer.epsilon:.3f}"
             )
         lines += [f"  note: {note}" for note in layer.notes]
     return "\n".join(lines)
@@ -306,8 +308,15 @@ def _measure(layer: Layer, files: _Tensors, model_type: str | None, quick: bool)
             answers.append((router @ gate_FD.t()).norm(dim=1))
     layer.near_duplicates = _near_duplicates(torch.stack(sketches))
     if answers:
-        own = torch.arange(layer.num_experts)
-        layer.diagonal_dominant = (torch.stack(answers, 1).argmax(1) == own).float().mean().item()
+        layer.diagonal_dominant, layer.coupling_loss = _coupling(torch.stack(answers, 1))
+
+
+def _coupling(M_EE: Tensor) -> tuple[float, float]:
+    """(share of rows whose diagonal leads, ERC loss over the mean diagonal): `shared_moe.erc` from M alone."""
+    own = M_EE.diagonal()
+    leads = M_EE.argmax(1) == torch.arange(len(own))
+    excess = (M_EE - own[:, None]).clamp_min(0) + (M_EE.t() - own[:, None]).clamp_min(0)
+    return leads.float().mean().item(), (excess.mean() / own.mean().clamp_min(1e-30)).item()
 
 
 def _gate_matrices(
