@@ -143,7 +143,7 @@ def layout(**flags):
                 self.down_proj_bias = nn.Parameter(torch.randn(E, D, generator=g))
             if flags.get("has_post_expert_norm"):
                 self.post_expert_norm = nn.LayerNorm(D)
-            self.num_experts, self.act_fn = E, nn.SiLU()
+            self.num_experts, self.act_fn = E, transformers.activations.ACT2FN["silu"]
 
         if interleaved:
 
@@ -221,6 +221,20 @@ def test_autocast_is_followed(family):
             out[implementation] = experts(x, ids, weights)
     assert out["shared_moe"].dtype == x.dtype
     torch.testing.assert_close(out["shared_moe"], out["eager"].float(), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("flags", [{}, LAYOUTS[3]], ids=["fused", "general"])
+def test_it_compiles_into_one_graph_without_a_warning(flags, recwarn):
+    experts = layout(**flags)
+    x = torch.randn(9, 6, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    ids, weights = torch.arange(18).view(9, 2) % 5, torch.full((9, 2), 0.5)
+    compiled = torch.compile(lambda *a: hf.experts_forward(experts, *a), fullgraph=True, backend="aot_eager")
+    y = compiled(x, ids, weights)
+    expected = hf.experts_forward(experts, x, ids, weights)
+    torch.testing.assert_close(y, expected)
+    grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in (y, expected)]
+    torch.testing.assert_close(*grads)
+    assert [str(w.message) for w in recwarn if "ynamo" in str(w.message)] == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -310,6 +324,6 @@ def test_our_own_layers_are_found():
 
 
 def test_a_missing_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
+    monkeypatch.setitem(sys.modules, "transformers.activations", None)
     with pytest.raises(MissingExtra, match=r"shared-moe\[hf\]"):
         hf.register()

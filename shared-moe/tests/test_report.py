@@ -77,14 +77,14 @@ def test_nothing_is_fetched_from_elsewhere():
 
 
 def test_summary_is_what_an_index_page_needs(tmp_path):
-    Image.new("RGB", (2, 2)).save(tmp_path / "a.png")
+    Image.new("RGB", (2, 2)).save(tmp_path / "a b.png")
     report = Report("Slides").notice("not a medical device").table(["", ""], [["tiles", 3]])
-    report.picture(tmp_path / "a.png", "thumbnail", embed=False).write(tmp_path)
+    report.picture(tmp_path / "a b.png", "thumbnail", embed=False).write(tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text()) == {
         "title": "Slides",
         "notices": ["not a medical device"],
         "facts": [["tiles", "3"]],
-        "pictures": [{"file": "a.png", "caption": "thumbnail"}],
+        "pictures": [{"file": "a b.png", "caption": "thumbnail"}],
     }
 
 

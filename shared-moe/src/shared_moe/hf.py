@@ -7,7 +7,6 @@
 Shapes: T tokens, D width, F hidden width, H rows of the first matrix (2F when gated), E experts, K chosen.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,8 @@ from shared_moe.ops import combine, grouped_ffn, grouped_linear, sort_by_expert
 from shared_moe.ops.activations import GPT_OSS_ALPHA, GPT_OSS_LIMIT
 
 NAME = "shared_moe"
+_NAMES: dict[Any, str] = {}
+"""transformers' gates and activation classes -> our names of those that `grouped_ffn` fuses; filled by `register`."""
 
 
 def register() -> str:
@@ -29,9 +30,20 @@ def register() -> str:
     Returns the name. Raises `MissingExtra` where transformers is missing or older than 5.
     """
     try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+        from transformers.activations import ACT2FN
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
     except ImportError as e:
         raise MissingExtra("transformers 5 or newer", "hf", "running transformers models on our ops") from e
+    theirs = {
+        "silu": "silu",
+        "swish": "silu",
+        "gelu": "gelu",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "relu": "relu",
+    }
+    _NAMES.update({type(ACT2FN[name]): ours for name, ours in theirs.items()})
+    _NAMES.update({_default_apply_gate: "plain", GptOssExperts._apply_gate: "gpt_oss"})
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     return NAME
 
@@ -74,40 +86,10 @@ def _known_activation(experts: Any) -> str | None:
     """The name under which `grouped_ffn` fuses what this experts module does between its matrices, if it does."""
     if experts.has_post_expert_norm:
         return None
-    if experts.has_gate and type(experts)._apply_gate is not _default_gate():
-        same = type(experts)._apply_gate is _gpt_oss_gate() and (
-            (experts.alpha, experts.limit) == (GPT_OSS_ALPHA, GPT_OSS_LIMIT)
-        )
-        return "gpt_oss" if same else None
-    return _activation_names().get(type(experts.act_fn))
-
-
-@functools.cache
-def _default_gate() -> Any:
-    from transformers.integrations.moe import _default_apply_gate
-
-    return _default_apply_gate
-
-
-@functools.cache
-def _gpt_oss_gate() -> Any:
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-
-    return GptOssExperts._apply_gate
-
-
-@functools.cache
-def _activation_names() -> dict[type, str]:
-    from transformers.activations import ACT2FN
-
-    theirs = {
-        "silu": "silu",
-        "swish": "silu",
-        "gelu": "gelu",
-        "gelu_pytorch_tanh": "gelu_tanh",
-        "relu": "relu",
-    }
-    return {type(ACT2FN[name]): ours for name, ours in theirs.items()}
+    gate = _NAMES.get(type(experts)._apply_gate) if experts.has_gate else "plain"
+    if gate == "gpt_oss":
+        return gate if (experts.alpha, experts.limit) == (GPT_OSS_ALPHA, GPT_OSS_LIMIT) else None
+    return None if gate is None else _NAMES.get(type(experts.act_fn))
 
 
 @dataclass(frozen=True)

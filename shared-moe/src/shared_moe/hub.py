@@ -128,6 +128,17 @@ def pretrained_names(package: str) -> list[str]:
 
 def read_model(folder: Path | str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read (tensors, config) from one folder, checking format version and hash. Raises `UnreadableError`."""
+    config = check_weights(folder)
+    weights = Path(folder) / WEIGHTS
+    try:
+        tensors = load_file(weights)
+    except SafetensorError as e:
+        raise UnreadableError(f"{weights}: not a safetensors file: {e}") from e
+    return tensors, {key: value for key, value in config.items() if key not in RESERVED}
+
+
+def check_weights(folder: Path | str) -> dict[str, Any]:
+    """Check that the weights are those that `config.json` records, and return it. Raises `UnreadableError`."""
     folder = Path(folder)
     config = read_config(folder)
     weights = folder / WEIGHTS
@@ -140,11 +151,7 @@ def read_model(folder: Path | str) -> tuple[dict[str, Tensor], dict[str, Any]]:
             f"{weights}: damaged or replaced: expected sha256 {expected} ({size} bytes), found {found} "
             f"({weights.stat().st_size} bytes); fetch or save the model again"
         )
-    try:
-        tensors = load_file(weights)
-    except SafetensorError as e:
-        raise UnreadableError(f"{weights}: not a safetensors file: {e}") from e
-    return tensors, {key: value for key, value in config.items() if key not in RESERVED}
+    return config
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:

@@ -178,7 +178,7 @@ class Report:
             "notices": [p.text for p in self.parts if p.kind == "notice"],
             "facts": [[cell["text"] for cell in row] for row in tables[0].rows] if tables else [],
             "pictures": [
-                {"file": _href(p.file, folder), "caption": p.text}
+                {"file": _relative(p.file, folder), "caption": p.text}
                 for p in self.parts
                 if p.kind == "picture" and p.file is not None
             ],
@@ -194,8 +194,12 @@ def _cell(value: Any) -> dict[str, Any]:
     return {"text": f"{value:.4g}" if isinstance(value, float) else str(value), "number": number}
 
 
+def _relative(file: Path, folder: Path | str) -> str:
+    return Path(os.path.relpath(file, folder)).as_posix()
+
+
 def _href(file: Path, folder: Path | str) -> str:
-    return quote(Path(os.path.relpath(file, folder)).as_posix())
+    return quote(_relative(file, folder))
 
 
 def _data(raw: bytes, media: str) -> str:
