@@ -14,6 +14,7 @@ from mammoth_path.data.features import Bag, grid_attributes, write_coords, write
 from mammoth_path.data.slides import Slide, TileError, open_slide
 from mammoth_path.data.tiles import TileGrid, tile_grid
 from mammoth_path.data.tissue import find_tissue
+from mammoth_path.heatmap import grid_figure, save_figure
 from shared_moe.console import track
 from shared_moe.errors import BusyError, DiskFullError, InputError, MoeError
 from shared_moe.files import atomic_path, folder_lock
@@ -77,12 +78,14 @@ def grid_of(slide: Slide, options: TileOptions) -> TileGrid:
 def tile_slides(
     slides: list[Path], job: Path, options: TileOptions, mpp: float | None = None
 ) -> list[SlideResult]:
-    """Write JOB/<tiles>/patches/<slide>_patches.h5 for every slide, and the run's table."""
+    """Write JOB/<tiles>/patches/<slide>_patches.h5 and a picture of the tiles for every slide, and the run's table."""
 
     def one(path: Path) -> SlideResult:
         with open_slide(path, mpp) as slide:
             grid = grid_of(slide, options)
-            write_coords(job / grid.folder_name / "patches" / f"{slide.name}_patches.h5", grid)
+            folder = job / grid.folder_name
+            write_coords(folder / "patches" / f"{slide.name}_patches.h5", grid)
+            save_figure(grid_figure(slide, grid, None), folder / "visualization" / f"{slide.name}.png")
             return SlideResult(slide.name, "done", len(grid), 0, slide.mpp_um, slide.scale.source)
 
     with folder_lock(job):

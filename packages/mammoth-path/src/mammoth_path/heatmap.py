@@ -145,10 +145,8 @@ def grid_figure(slide: Slide, grid: TileGrid, mask_HW: np.ndarray | None, *, not
     figure = Figure(figsize=(6, 6 * size[1] / size[0] + 0.6), layout="constrained")
     axis = figure.add_subplot()
     _show_overview(axis, slide.thumbnail(1024), size)
-    if mask_HW is not None and mask_HW.any() and not mask_HW.all():
-        axis.contour(
-            mask_HW, levels=[0.5], colors="#0a7d2c", linewidths=1, extent=_extent(size), origin="upper"
-        )
+    if mask_HW is not None:
+        _outline(axis, mask_HW, size)
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -225,3 +223,46 @@ def _scale_bar(axis: Axes, slide: Slide) -> None:
 
 def _caption(figure: Figure, slide: Slide, note: str) -> None:
     figure.supxlabel(f"{slide.path.name}. {note}" if note else slide.path.name, fontsize=8, color="#444444")
+
+
+def outline_figure(slide: Slide, mask_HW: np.ndarray) -> Figure:
+    """The overview with the tissue outlined."""
+    size = (slide.width_px, slide.height_px)
+    figure = Figure(figsize=(6, 6 * size[1] / size[0] + 0.6), layout="constrained")
+    axis = figure.add_subplot()
+    _show_overview(axis, slide.thumbnail(1024), size)
+    _outline(axis, mask_HW, size)
+    axis.set_title(f"tissue: {mask_HW.mean():.0%} of the slide", fontsize=10)
+    _scale_bar(axis, slide)
+    _caption(figure, slide, "")
+    return figure
+
+
+def write_maps(
+    slide: Slide,
+    bag: Bag,
+    scores_N: np.ndarray,
+    experts_NE: np.ndarray | None,
+    output: Path,
+    *,
+    note: str = "",
+) -> list[Path]:
+    """attention.png, top_patches.png and, for MAMMOTH models, experts.png in `output`."""
+    title, label = "share of each patch in the decision", "share (sums to 1)"
+    written = [
+        save_figure(
+            heatmap_figure(slide, scores_N, bag, title=title, label=label, note=note),
+            output / "attention.png",
+        ),
+        save_figure(top_patches_figure(slide, scores_N, bag), output / "top_patches.png"),
+    ]
+    if experts_NE is not None:
+        written.append(save_figure(expert_figure(slide, experts_NE, bag, note=note), output / "experts.png"))
+    return written
+
+
+def _outline(axis: Axes, mask_HW: np.ndarray, size: tuple[int, int]) -> None:
+    if mask_HW.any() and not mask_HW.all():
+        axis.contour(
+            mask_HW, levels=[0.5], colors="#0a7d2c", linewidths=1, extent=_extent(size), origin="upper"
+        )
