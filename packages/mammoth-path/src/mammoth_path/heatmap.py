@@ -123,11 +123,17 @@ def tissue_figure(
     left.set_title("H&E", fontsize=10)
     _show_overview(right, overview, size)
     best = probs_NC.argmax(1)
-    colours = ListedColormap(TISSUE_COLOURS[: len(classes)])
+    maps = np.stack([paint(probs_NC[:, c], coords, side, size) for c in range(len(classes))])
+    covered = ~np.isnan(maps[0])
     right.imshow(
-        paint(best, coords, side, size), cmap=colours, alpha=0.6, extent=_extent(size), vmin=-0.5,
-        vmax=len(classes) - 0.5, interpolation="none",
-    )  # fmt: skip
+        np.where(covered, np.nan_to_num(maps).argmax(0), np.nan),
+        cmap=ListedColormap(TISSUE_COLOURS[: len(classes)]),
+        alpha=0.6,
+        extent=_extent(size),
+        vmin=-0.5,
+        vmax=len(classes) - 0.5,
+        interpolation="none",
+    )
     right.set_title("most probable tissue class of each patch", fontsize=10)
     shown = [
         Patch(color=TISSUE_COLOURS[c], label=f"{classes[c]} ({(best == c).mean():.0%})")

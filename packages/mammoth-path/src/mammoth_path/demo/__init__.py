@@ -5,6 +5,10 @@ from pathlib import Path
 SLIDE = Path(__file__).with_name("cmu_small_region.svs")
 HEAD_NOTE = "Demo tissue head, trained on 28 px colorectal tiles: not a diagnosis."
 WEAK_NOTE = "Model trained on composed bags with weak labels from the tissue head: no claim about accuracy."
+DOMAIN_NOTE = (
+    "The slide region shows squamous epithelium with hair follicles, tissue that neither the colorectal tissue head nor the model "
+    "has seen: their class names do not apply here. What the pictures show is how a decision is traced to patches and experts."
+)
 
 
 def run_demo(output: Path) -> Path:
@@ -31,7 +35,7 @@ def run_demo(output: Path) -> Path:
 
     with folder_lock(output), open_slide(SLIDE) as slide:
         tissue = find_tissue(slide)
-        grid = tile_grid(slide, tissue, mpp=0.5, size_px=256, overlap_px=64)
+        grid = tile_grid(slide, tissue, mpp=0.5, size_px=256, overlap_px=32)
         encoder = load_encoder("densenet121-capricorn")
         features, kept = encode_grid(slide, grid, encoder)
         bag = Bag(features, grid.coords_N2[kept], {**grid_attributes(grid), "encoder": encoder.name})
@@ -60,6 +64,7 @@ def run_demo(output: Path) -> Path:
             "DenseNet121 and given to a MAMMOTH multiple-instance model. Everything ran on this machine, offline."
         )
         report.notice(f"{HEAD_NOTE} {WEAK_NOTE} Research use; not a medical device.")
+        report.notice(DOMAIN_NOTE)
         report.table(
             ("what", "value"),
             (
@@ -68,7 +73,10 @@ def run_demo(output: Path) -> Path:
                 ("tissue", f"{tissue.share:.0%} of the slide"),
                 ("tiles", f"{len(grid)} of {grid.size_px} px at {grid.mpp_um:g} µm/px"),
                 ("encoder", f"{encoder.name}, {encoder.dim} features a tile"),
-                ("prediction", f"{likely} ({prediction.probabilities[likely]:.1%}; {WEAK_TUMOUR})"),
+                (
+                    "prediction",
+                    f"{likely} ({prediction.probabilities[likely]:.1%}; {WEAK_TUMOUR}, outside its domain)",
+                ),
             ),
         )
         report.heading("Tissue and tiles")
