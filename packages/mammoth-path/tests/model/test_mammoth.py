@@ -368,17 +368,16 @@ def test_same_seed_same_module():
 
 
 @pytest.mark.parametrize("keep_slots", [True, False])
-@pytest.mark.parametrize("share", [True, False])
-def test_parity_with_the_published_package(keep_slots, share):
-    """Runs only where a user has installed mammoth-moe, whose licence is not commercial."""
+def test_parity_with_the_published_package(keep_slots):
+    """Runs only where a user has installed mammoth-moe, whose licence is not commercial. Its option of factors that are
+    not shared fails inside mammoth-moe 0.1.2 itself, so there is nothing to compare with."""
     published = pytest.importorskip("mammoth", reason="mammoth-moe (CC BY-NC-ND) is not installed")
     theirs = published.Mammoth(
         input_dim=64, dim=128, num_experts=4, num_slots=3, num_heads=4, slot_dim=32, lora_rank=6, auto_rank=False,
-        dropout=0.0, keep_slots=keep_slots, share_lora_weights=share,
+        dropout=0.0, keep_slots=keep_slots,
     ).eval()  # fmt: skip
     ours = Mammoth(
         64, 128, num_experts=4, num_slots=3, num_heads=4, slot_dim=32, rank=6, dropout=0.0, keep_slots=keep_slots,
-        share_factors=share,
     ).eval()  # fmt: skip
     layers = theirs.expert_heads.lora_layers
     pairs = [
@@ -387,8 +386,8 @@ def test_parity_with_the_published_package(keep_slots, share):
         (ours.query_scale, theirs.norm.gamma),
         (ours.router.slot_scale, theirs.slot_norm.gamma),
         (ours.router.slots, theirs.slot_embeds.permute(1, 0, 2, 3).flatten(1, 2)),
-        (ours.experts.down, layers.shared_weight if share else layers.proj_weights),
-        (ours.experts.down_bias, layers.shared_bias if share else layers.proj_bias),
+        (ours.experts.down, layers.shared_weight),
+        (ours.experts.down_bias, layers.shared_bias),
         (ours.experts.up, layers.expert_weights),
         (ours.experts.up_bias, layers.bias.reshape(ours.experts.up_bias.shape)),
         (ours.out_scale, theirs.expert_heads.norm.gamma),

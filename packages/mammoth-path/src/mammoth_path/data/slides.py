@@ -84,9 +84,10 @@ class Slide:
         left, top, side = x_um / base / down, y_um / base / down, size_px * target / down
         if abs(side - size_px) < 1e-6 and abs(left - round(left)) < 1e-6 and abs(top - round(top)) < 1e-6:
             return self._region(level, round(left), round(top), size_px, size_px)
-        x0, y0 = int(np.floor(left)) - 1, int(np.floor(top)) - 1
-        extent = int(np.ceil(side)) + 3
-        pixels = Image.fromarray(self._region(level, x0, y0, extent, extent))
+        width, height = self.level_sizes_px[level]
+        x0, x1 = _with_margin(left, side, width)
+        y0, y1 = _with_margin(top, side, height)
+        pixels = Image.fromarray(self._region(level, x0, y0, x1 - x0, y1 - y0))
         box = (left - x0, top - y0, left - x0 + side, top - y0 + side)
         return np.asarray(pixels.resize((size_px, size_px), Image.Resampling.BILINEAR, box=box))
 
@@ -167,6 +168,17 @@ def find_scale(properties: dict[str, str], power: float | None, given_mpp: float
             return Scale(None, f"{key} says {mpp:g} um/px, which no microscope has")
         return Scale(mpp, key, _disagreement(mpp, power))
     return Scale(None, "the file does not say its scale")
+
+
+def _with_margin(start: float, length: float, limit: int) -> tuple[int, int]:
+    """The whole pixels around [start, start + length] and one more on each side for the resampling filter, but not across
+    the slide's edge, where white would bleed in."""
+    first, last = int(np.floor(start)) - 1, int(np.ceil(start + length)) + 1
+    if start >= 0:
+        first = max(first, 0)
+    if start + length <= limit:
+        last = min(last, limit)
+    return first, last
 
 
 def _disagreement(mpp_um: float, power: float | None) -> str | None:

@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 
 import numpy as np
+from PIL import Image, ImageFilter
 from scipy import ndimage
-from skimage import color, filters, morphology
+from skimage import filters, morphology
 
 from mammoth_path.data.slides import Slide
 from mammoth_path.errors import NoTissueError
 
-OVERVIEW_PX = 2048
+OVERVIEW_PX = 1024
 SATURATION_RANGE = (0.04, 0.1)
 DARK, MEDIAN_PX, CLOSING_PX = 0.2, 7, 4
 SMALLEST_SHARE, LARGEST_HOLE_SHARE = 2e-4, 1e-3
@@ -31,7 +32,7 @@ class TissueMask:
 
 def pen_mask(rgb_HWC: np.ndarray) -> np.ndarray:
     """Marker ink: strong colour outside the range of haematoxylin and eosin (green, blue, pure red), or black."""
-    hsv = color.rgb2hsv(rgb_HWC)
+    hsv = np.asarray(Image.fromarray(rgb_HWC).convert("HSV"), np.float32) / 255
     hue, saturation, value = hsv[..., 0] * 360, hsv[..., 1], hsv[..., 2]
     green = (hue > 70) & (hue < 175) & (saturation > 0.15)
     blue = (hue >= 175) & (hue < 238) & (saturation > 0.35)
@@ -47,8 +48,8 @@ def tissue_mask(rgb_HWC: np.ndarray) -> np.ndarray:
     Saturation, median blur, Otsu's threshold held between 0.04 and 0.1 (so that a slide full of tissue is not split in
     two), closing, then specks removed and small holes filled.
     """
-    saturation = color.rgb2hsv(rgb_HWC)[..., 1]
-    smooth = ndimage.median_filter(saturation, size=MEDIAN_PX)
+    saturation = Image.fromarray(rgb_HWC).convert("HSV").getchannel("S")
+    smooth = np.asarray(saturation.filter(ImageFilter.MedianFilter(MEDIAN_PX)), np.float32) / 255
     low, high = SATURATION_RANGE
     threshold = low if np.ptp(smooth) < 1e-6 else float(np.clip(filters.threshold_otsu(smooth), low, high))
     found = (smooth > threshold) & ~pen_mask(rgb_HWC)
