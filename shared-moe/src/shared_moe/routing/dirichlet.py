@@ -72,8 +72,8 @@ def _log_mix(log_z_TE: Tensor, theta_TE: Tensor) -> Tensor:
 class DirichletRouter(nn.Module):
     """Chooses experts with a relaxed Bernoulli mask and shares out their weight with a Dirichlet.
 
-    k                expected number of active experts; may be fractional for the penalty when `ratio` and `scale`
-                     are given (the calibrators need a whole number)
+    k                expected number of active experts; a fraction needs `ratio` and `scale` (the calibrators take whole
+                     numbers only)
     mass, variance   mean and variance of the prior's mass on the active set; they fix a_hi / a_lo and λ
     mode             dense: training runs all experts, gradients are exact; sparse: an expert runs when z >= 1/2 (or
                      the arg-max), at most k_max by z θ, r renormalised over what runs
@@ -117,25 +117,13 @@ class DirichletRouter(nn.Module):
             raise InputError(f"top_k is {top_k} of {num_experts} experts; expected 1 <= top_k <= num_experts")
         self.num_experts, self.k, self.mode, self.top_k = num_experts, k, mode, top_k
         self.k_max = min(num_experts, k_max if k_max is not None else max(1, round(2 * k)))
-        if ratio is None or scale is None:
-            whole = k < num_experts
-            ratio = (
-                ratio
-                if ratio is not None
-                else (ratio_from_mass(mass, num_experts, int(k)) if whole and k == int(k) else None)
-            )
-            scale = (
-                scale
-                if scale is not None
-                else (
-                    scale_from_variance(mass, variance, num_experts, int(k))
-                    if whole and k == int(k)
-                    else None
-                )
-            )
-            if k != int(k):
-                raise InputError(f"k is {k}: give ratio and scale, the calibration needs a whole number")
-        self.ratio, self.scale = ratio or 1.0, scale or 1.0
+        if k == num_experts:
+            ratio, scale = ratio or 1.0, scale or 1.0
+        if ratio is None:
+            ratio = ratio_from_mass(mass, num_experts, k)
+        if scale is None:
+            scale = scale_from_variance(mass, variance, num_experts, k)
+        self.ratio, self.scale = ratio, scale
         self.schedule, self.temperature = schedule, temperature
         self.beta_theta, self.beta_z = beta_theta, beta_z
         self.sparsity_weight, self.reconstruction_weight = sparsity_weight, reconstruction_weight

@@ -7,14 +7,14 @@ Beta(k λ a_hi, (E - k) λ a_lo), and the Simpson index H = Σ θ_i² says how p
 from shared_moe.errors import InputError
 
 
-def _check_counts(num_experts: int, k: int) -> None:
+def _check_counts(num_experts: int, k: float) -> None:
     if int(k) != k or not 0 < k < num_experts:
         raise InputError(
             f"k is {k} of {num_experts} experts; the calibration needs a whole number, 0 < k < E"
         )
 
 
-def ratio_from_mass(mass: float, num_experts: int, k: int) -> float:
+def ratio_from_mass(mass: float, num_experts: int, k: float) -> float:
     """a_hi / a_lo that puts the mean mass E[T] = `mass` on the k active experts: m/(1-m) · (E-k)/k."""
     _check_counts(num_experts, k)
     if not 0 < mass < 1:
@@ -22,7 +22,7 @@ def ratio_from_mass(mass: float, num_experts: int, k: int) -> float:
     return mass / (1 - mass) * (num_experts - k) / k
 
 
-def scale_from_variance(mass: float, variance: float, num_experts: int, k: int, a_lo: float = 1.0) -> float:
+def scale_from_variance(mass: float, variance: float, num_experts: int, k: float, a_lo: float = 1.0) -> float:
     """λ that gives Var[T] = `variance`: (m(1-m)/v - 1) / (k a_hi + (E-k) a_lo), a_hi from `ratio_from_mass`."""
     a_hi = a_lo * ratio_from_mass(mass, num_experts, k)
     if not 0 < variance < mass * (1 - mass):
