@@ -75,16 +75,16 @@ def fit(bags: BagSet, options: TrainOptions, folder: Path | None = None, *, resu
 def _fit(bags: BagSet, options: TrainOptions, folder: Path | None, *, resume: bool) -> Trained:
     train, val = _split(bags, options)
     generator = torch.Generator().manual_seed(options.seed)
-    model = build(bags.dim, len(bags.classes), options, generator)
-    rows = np.concatenate(train.features)
-    model.standardise(torch.from_numpy(rows.mean(0)), torch.from_numpy(rows.std(0)))
-    optimiser = torch.optim.AdamW(
-        model.parameters(), options.learning_rate, weight_decay=options.weight_decay
-    )
     history: list[dict[str, float]] = []
     best: dict[str, Tensor] = {}
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # dropout knows only the global generator
         torch.manual_seed(options.seed)
+        model = build(bags.dim, len(bags.classes), options, generator)
+        rows = np.concatenate(train.features)
+        model.standardise(torch.from_numpy(rows.mean(0)), torch.from_numpy(rows.std(0)))
+        optimiser = torch.optim.AdamW(
+            model.parameters(), options.learning_rate, weight_decay=options.weight_decay
+        )
         state = folder / STATE if folder else None
         if resume and state is not None and state.is_file():
             history, best = _restore(state, options, model, optimiser, generator)
@@ -193,11 +193,9 @@ def _keep(state: Path, options, model, optimiser, generator, history, best) -> N
 def _restore(
     state: Path, options, model, optimiser, generator
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    import pickle
-
     try:
         saved = torch.load(state, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as e:
+    except Exception as e:  # torch.load raises whatever the broken bytes lead it to
         raise UnreadableError(f"{state}: cannot resume, the file is damaged; delete it to start again") from e
     if saved["options"] != asdict(options):
         differ = [k for k, v in asdict(options).items() if saved["options"].get(k) != v]
