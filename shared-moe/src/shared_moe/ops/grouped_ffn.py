@@ -9,22 +9,12 @@ H rows of the first matrix (2F when gated, else F). Weights lie as in transforme
 import torch
 from torch import Tensor
 
-from shared_moe import native
 from shared_moe.errors import ShapeError
-from shared_moe.ops.activations import activate, activate_backward, check_activation
-from shared_moe.ops.backend import choose_backend
-from shared_moe.ops.combine import _positions, combine_rows
-from shared_moe.ops.grouped_linear import groups
-from shared_moe.ops.sort import _sort_by_expert
-
-
-def _is_swiglu(activation: str, gated: bool) -> bool:
-    return gated and activation == "silu"
-
-
-def _activate_into(h_SH: Tensor, a_SF: Tensor, activation: str, gated: bool) -> None:
-    if not (_is_swiglu(activation, gated) and native.swiglu_forward(h_SH, a_SF)):
-        a_SF.copy_(activate(h_SH, activation, gated))
+from shared_moe.ops import ffn_each, ffn_together
+from shared_moe.ops.activations import activate, check_activation
+from shared_moe.ops.backend import autocast, choose_backend
+from shared_moe.ops.products import use_grouped_mm
+from shared_moe.ops.sort import sort_op
 
 
 @torch.library.custom_op("shared_moe::grouped_ffn", mutates_args=())
@@ -40,26 +30,19 @@ def _grouped_ffn(
     gated: bool,
     for_backward: bool,
 ) -> tuple[Tensor, Tensor]:
-    K = expert_ids_TK.shape[1]
-    order, counts = _sort_by_expert(expert_ids_TK, gate_up_EHD.shape[0])
-    S, H = expert_ids_TK.numel(), gate_up_EHD.shape[1]
-    hidden_SH = x_TD.new_empty(S if for_backward else 0, H)
-    rows_SD = x_TD.new_empty(S, x_TD.shape[1])
-    first, second = gate_up_EHD.unbind(0), down_EDF.unbind(0)
-    token_S = order // K
-    for e, rows in groups(counts):
-        x = x_TD.index_select(0, token_S[rows])
-        h = hidden_SH[rows] if for_backward else x.new_empty(len(x), H)
-        torch.mm(x, first[e].t(), out=h)
-        if gate_up_bias_EH is not None:
-            h += gate_up_bias_EH[e]
-        a = x.new_empty(len(x), down_EDF.shape[2])
-        _activate_into(h, a, activation, gated)
-        torch.mm(a, second[e].t(), out=rows_SD[rows])
-        if down_bias_ED is not None:
-            rows_SD[rows] += down_bias_ED[e]
-    position = _positions(order, int(counts.sum())).view(expert_ids_TK.shape)
-    return combine_rows(rows_SD, position, weights_TK), hidden_SH
+    how = ffn_together if use_grouped_mm(x_TD, gate_up_EHD, down_EDF) else ffn_each
+    return how.forward(
+        x_TD,
+        gate_up_EHD,
+        down_EDF,
+        gate_up_bias_EH,
+        down_bias_ED,
+        expert_ids_TK,
+        weights_TK,
+        activation,
+        gated,
+        for_backward,
+    )
 
 
 @_grouped_ffn.register_fake
@@ -97,71 +80,22 @@ def _grouped_ffn_backward(
     needs_x: bool,
     needs_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    T, K = expert_ids_TK.shape
-    E, H, D = gate_up_EHD.shape
-    F = down_EDF.shape[2]
-    order, counts = _sort_by_expert(expert_ids_TK, E)
-    wide = torch.promote_types(x_TD.dtype, torch.float32)
-    token_S = order // K
-    weight_S = weights_TK.reshape(-1).index_select(0, order).to(wide)
-    grad_weight_S = weight_S.new_zeros(order.shape[0])
-    grad_rows_SD = x_TD.new_empty(order.shape[0] if needs_x else 0, D)
-    grad_first = x_TD.new_empty((E, H, D) if needs_weights else 0)
-    grad_second = x_TD.new_empty((E, D, F) if needs_weights else 0)
-    grad_first_bias = x_TD.new_zeros((E, H) if gate_up_bias_EH is not None else 0)
-    grad_second_bias = x_TD.new_zeros((E, D) if down_bias_ED is not None else 0)
-    first, second = gate_up_EHD.unbind(0), down_EDF.unbind(0)
-    first_grads = grad_first.unbind(0) if needs_weights else ()
-    second_grads = grad_second.unbind(0) if needs_weights else ()
-    for e, rows in groups(counts):
-        grad = grad_TD.index_select(0, token_S[rows])
-        h, w = hidden_SH[rows], weight_S[rows]
-        grad_a = torch.mm(grad, second[e])
-        grad_h, scaled = torch.empty_like(h), torch.empty_like(grad_a)
-        if not (
-            _is_swiglu(activation, gated)
-            and native.swiglu_backward(h, grad_a, w, grad_h, scaled, grad_weight_S[rows])
-        ):
-            _activation_backward(h, grad_a, w, grad_h, scaled, grad_weight_S[rows], activation, gated)
-        if down_bias_ED is not None:
-            grad_weight_S[rows] += (grad @ down_bias_ED[e]).to(wide)
-            grad_second_bias[e] = (grad.to(wide) * w[:, None]).sum(0).to(grad.dtype)
-        if gate_up_bias_EH is not None:
-            grad_first_bias[e] = grad_h.sum(0)
-        if needs_weights:
-            torch.mm(grad.t(), scaled, out=second_grads[e])
-            torch.mm(grad_h.t(), x_TD.index_select(0, token_S[rows]), out=first_grads[e])
-        if needs_x:
-            torch.mm(grad_h, first[e], out=grad_rows_SD[rows])
-    if needs_weights:
-        for e, n in enumerate(counts.tolist()):
-            if n == 0:
-                first_grads[e].zero_()
-                second_grads[e].zero_()
-    grad_x = x_TD.new_empty(0)
-    if needs_x:
-        position = _positions(order, int(counts.sum())).view(T, K)
-        grad_x = combine_rows(grad_rows_SD, position, None)
-    grad_weights = torch.zeros_like(weights_TK, memory_format=torch.contiguous_format)
-    grad_weights.view(-1)[order] = grad_weight_S.to(weights_TK.dtype)
-    return grad_x, grad_first, grad_second, grad_first_bias, grad_second_bias, grad_weights
-
-
-def _activation_backward(
-    h_SH: Tensor,
-    grad_SF: Tensor,
-    weight_S: Tensor,
-    grad_h_SH: Tensor,
-    scaled_SF: Tensor,
-    grad_weight_S: Tensor,
-    activation: str,
-    gated: bool,
-) -> None:
-    weighted = (grad_SF.to(weight_S.dtype) * weight_S[:, None]).to(grad_SF.dtype)
-    grad_h_SH.copy_(activate_backward(weighted, h_SH, activation, gated))
-    wide_a = activate(h_SH, activation, gated).to(weight_S.dtype)
-    scaled_SF.copy_(wide_a * weight_S[:, None])
-    grad_weight_S.copy_((wide_a * grad_SF.to(weight_S.dtype)).sum(1))
+    how = ffn_together if use_grouped_mm(x_TD, gate_up_EHD, down_EDF) else ffn_each
+    return how.backward(
+        grad_TD,
+        x_TD,
+        gate_up_EHD,
+        down_EDF,
+        gate_up_bias_EH,
+        down_bias_ED,
+        expert_ids_TK,
+        weights_TK,
+        hidden_SH,
+        activation,
+        gated,
+        needs_x,
+        needs_weights,
+    )
 
 
 @_grouped_ffn_backward.register_fake
@@ -195,14 +129,16 @@ def _setup(ctx, inputs, output) -> None:
     *tensors, activation, gated, _ = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # else a zero gradient as large as the hidden rows is made for nothing
     ctx.activation, ctx.gated = activation, gated
 
 
 def _backward(ctx, grad_TD: Tensor, _):
     needs = ctx.needs_input_grad
-    grads = _grouped_ffn_backward(
-        grad_TD.contiguous(), *ctx.saved_tensors, ctx.activation, ctx.gated, needs[0], needs[1] or needs[2]
-    )
+    with torch.autocast(grad_TD.device.type, enabled=False):
+        grads = _grouped_ffn_backward(
+            grad_TD.contiguous(), *ctx.saved_tensors, ctx.activation, ctx.gated, needs[0], needs[1] or needs[2]
+        )
     grad_x, grad_first, grad_second, grad_first_bias, grad_second_bias, grad_weights = grads
     return (
         grad_x if needs[0] else None,
@@ -224,19 +160,23 @@ _grouped_ffn.register_autograd(_backward, setup_context=_setup)
 def _reference(
     x_TD, gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, expert_ids_TK, weights_TK, activation, gated
 ) -> Tensor:
-    _sort_by_expert(expert_ids_TK, gate_up_EHD.shape[0])
-    y_TD = torch.zeros_like(x_TD)
-    for e in range(gate_up_EHD.shape[0]):
-        for k in range(expert_ids_TK.shape[1]):
-            t = (expert_ids_TK[:, k] == e).nonzero()[:, 0]
+    E = gate_up_EHD.shape[0]
+    sort_op(expert_ids_TK, E)  # refuses ids out of range
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    columns = []
+    for ids_T, weights_T in zip(expert_ids_TK.unbind(1), weights_TK.unbind(1), strict=True):
+        column_TD = torch.zeros_like(x_TD, dtype=wide)
+        for e in range(E):
+            t = (ids_T == e).nonzero()[:, 0]
             h = x_TD[t] @ gate_up_EHD[e].t()
             if gate_up_bias_EH is not None:
                 h = h + gate_up_bias_EH[e]
             out = activate(h, activation, gated) @ down_EDF[e].t()
             if down_bias_ED is not None:
                 out = out + down_bias_ED[e]
-            y_TD = y_TD.index_add(0, t, (out * weights_TK[t, k, None]).to(y_TD.dtype))
-    return y_TD
+            column_TD = column_TD.index_copy(0, t, out.to(wide) * weights_T[t, None].to(wide))
+        columns.append(column_TD)
+    return sum(columns, torch.zeros_like(x_TD, dtype=wide)).to(x_TD.dtype)
 
 
 def grouped_ffn(
@@ -263,20 +203,18 @@ def grouped_ffn(
     Raises `ShapeError` when shapes or dtypes disagree, `InputError` for an expert id out of range.
     """
     check_activation(activation, gated)
-    device = x_TD.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        x_TD, gate_up_EHD, down_EDF = (t.to(dtype) for t in (x_TD, gate_up_EHD, down_EDF))
-        gate_up_bias_EH = None if gate_up_bias_EH is None else gate_up_bias_EH.to(dtype)
-        down_bias_ED = None if down_bias_ED is None else down_bias_ED.to(dtype)
+    x_TD, gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED = autocast(
+        x_TD, gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED
+    )
     _check(x_TD, gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, expert_ids_TK, weights_TK, gated)
     arguments = (x_TD, gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, expert_ids_TK, weights_TK)
-    if choose_backend(backend) == "reference":
-        return _reference(*arguments, activation, gated)
-    for_backward = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in arguments if t is not expert_ids_TK
-    )
-    return _grouped_ffn(x_TD.contiguous(), *arguments[1:], activation, gated, for_backward)[0]
+    with torch.autocast(x_TD.device.type, enabled=False):
+        if choose_backend(backend) == "reference":
+            return _reference(*arguments, activation, gated)
+        keep = torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in arguments if t is not expert_ids_TK
+        )
+        return _grouped_ffn(x_TD.contiguous(), *arguments[1:], activation, gated, keep)[0]
 
 
 def _check(x, gate_up, down, gate_up_bias, down_bias, ids, weights, gated: bool) -> None:
@@ -300,5 +238,7 @@ def _check(x, gate_up, down, gate_up_bias, down_bias, ids, weights, gated: bool)
             f"{tuple(ids.shape)} and {tuple(weights.shape)}"
         )
     for name, bias, shape in (("gate_up_bias", gate_up_bias, (E, H)), ("down_bias", down_bias, (E, D))):
-        if bias is not None and tuple(bias.shape) != shape:
-            raise ShapeError(f"{name} {tuple(bias.shape)} must be {shape}")
+        if bias is not None and (tuple(bias.shape) != shape or bias.dtype != x.dtype):
+            raise ShapeError(f"{name} is {bias.dtype} {tuple(bias.shape)}; expected {x.dtype} {shape}")
+    if not weights.is_floating_point():
+        raise ShapeError(f"weights are {weights.dtype}; expected a float dtype")
