@@ -22,10 +22,15 @@ from torch import Tensor
 from shared_moe.files import atomic_path
 
 # The parts of -ffast-math that let sums vectorise. -ffast-math itself would switch denormals off in the whole process.
-MATHS = ("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math")
+MATHS = (
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-fassociative-math",
+    "-freciprocal-math",
+)
 FLAGS = ("-O3", *MATHS, "-shared", "-fPIC", "-pthread", "-std=c++17")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-HUGE_PAGES_FROM = 32 << 20  # bytes; smaller blocks may share their pages with other memory
 
 
 def cache_folder() -> Path:
@@ -128,7 +133,9 @@ def swiglu_forward(h_SH: Tensor, out_SF: Tensor) -> bool:
     if library is None:
         return False
     S, F = out_SF.shape
-    library.swiglu_forward(DTYPES[h_SH.dtype], torch.get_num_threads(), S, F, _pointer(h_SH), _pointer(out_SF))
+    library.swiglu_forward(
+        DTYPES[h_SH.dtype], torch.get_num_threads(), S, F, _pointer(h_SH), _pointer(out_SF)
+    )
     return True
 
 
@@ -225,27 +232,3 @@ def swiglu_few_rows(
         _pointer(out_TD),
     )
     return True
-
-
-@functools.cache
-def _c_library() -> ctypes.CDLL | None:
-    if platform.system() != "Linux":
-        return None
-    library = ctypes.CDLL(None)
-    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return library
-
-
-def empty(like: Tensor, *shape: int) -> Tensor:
-    """like.new_empty(shape), in huge pages when it is a large block of the CPU's memory on Linux.
-
-    A fresh block costs a page fault for every 4 KB it holds, which is as long as a matrix product takes for the
-    weight gradients of many experts; in 2 MB pages the faults take half as long.
-    """
-    out = like.new_empty(shape)
-    size = out.numel() * out.element_size()
-    if size >= HUGE_PAGES_FROM and out.device.type == "cpu" and (library := _c_library()) is not None:
-        page, advice = os.sysconf("SC_PAGESIZE"), 14  # MADV_HUGEPAGE; a refusal is harmless
-        begin = -(-out.data_ptr() // page) * page
-        library.madvise(begin, (out.data_ptr() + size) // page * page - begin, advice)
-    return out

@@ -63,7 +63,8 @@ def _combine_backward(
 def _(
     grad_TD: Tensor, rows_SD: Tensor, order_S: Tensor, counts_E: Tensor, weights_TK: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (rows_SD, weights_TK))
+    grad_rows = torch.empty_like(rows_SD, memory_format=torch.contiguous_format)
+    return grad_rows, torch.empty_like(weights_TK, memory_format=torch.contiguous_format)
 
 
 def _setup(ctx, inputs, output) -> None:

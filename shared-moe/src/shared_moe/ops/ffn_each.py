@@ -3,7 +3,7 @@
 Each expert's rows are gathered, multiplied, activated and multiplied again while they are in the cache; each expert's
 weight gradient is written straight to its place, so no full-size gradient is ever added up.
 
-Shapes: T tokens, K slots a token, S = T·K assignments in expert order, D width, F hidden width, E experts,
+Shapes: T tokens, K slots a token, S = T·K assignments in expert order, D width, F hidden width, O output width, E experts,
 H rows of the first matrix (2F when gated, else F).
 """
 
@@ -22,53 +22,54 @@ FEW_ROWS = 8  # up to this many rows an expert, reading the weights costs more t
 def forward(
     x_TD: Tensor,
     first_EHD: Tensor,
-    second_EDF: Tensor,
+    second_EOF: Tensor,
     first_bias_EH: Tensor | None,
-    second_bias_ED: Tensor | None,
+    second_bias_EO: Tensor | None,
     expert_ids_TK: Tensor,
     weights_TK: Tensor,
     activation: str,
     gated: bool,
     keep_hidden: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(y (T, D), hidden (S, H) if kept else (0, H))."""
+    """(y (T, O), hidden (S, H) if kept else (0, H))."""
     T, K = expert_ids_TK.shape
     E, H, D = first_EHD.shape
+    O, F = second_EOF.shape[1:]
     order, counts = sort_op(expert_ids_TK, E)
     position_TK = positions(order, counts).view(T, K)
     swiglu = gated and activation == "silu"
-    if swiglu and not keep_hidden and first_bias_EH is None and second_bias_ED is None:
-        y_TD = x_TD.new_empty(T, D)
+    if swiglu and D == O and not keep_hidden and first_bias_EH is None and second_bias_EO is None:
+        y_TO = x_TD.new_empty(T, O)
         if int(counts.max()) <= FEW_ROWS and native.swiglu_few_rows(
-            x_TD, first_EHD, second_EDF, order, counts, position_TK, weights_TK, y_TD
+            x_TD, first_EHD, second_EOF, order, counts, position_TK, weights_TK, y_TO
         ):
-            return y_TD, x_TD.new_empty(0, H)
-    hidden_SH = native.empty(x_TD, T * K if keep_hidden else 0, H)
-    rows_SD = native.empty(x_TD, T * K, D)
+            return y_TO, x_TD.new_empty(0, H)
+    hidden_SH = x_TD.new_empty(T * K if keep_hidden else 0, H)
+    rows_SO = x_TD.new_empty(T * K, O)
     token_S = order // K
-    first, second = first_EHD.unbind(0), second_EDF.unbind(0)
+    first, second = first_EHD.unbind(0), second_EOF.unbind(0)
     for e, rows in groups(counts):
         x = x_TD.index_select(0, token_S[rows])
         h = hidden_SH[rows] if keep_hidden else x.new_empty(len(x), H)
         torch.mm(x, first[e].t(), out=h)
         if first_bias_EH is not None:
             h += first_bias_EH[e]
-        a = x.new_empty(len(x), second_EDF.shape[2])
+        a = x.new_empty(len(x), F)
         if not (swiglu and native.swiglu_forward(h, a)):
             a = activate(h, activation, gated)
-        torch.mm(a, second[e].t(), out=rows_SD[rows])
-        if second_bias_ED is not None:
-            rows_SD[rows] += second_bias_ED[e]
-    return combine_rows(rows_SD, position_TK, weights_TK), hidden_SH
+        torch.mm(a, second[e].t(), out=rows_SO[rows])
+        if second_bias_EO is not None:
+            rows_SO[rows] += second_bias_EO[e]
+    return combine_rows(rows_SO, position_TK, weights_TK), hidden_SH
 
 
 def backward(
-    grad_TD: Tensor,
+    grad_TO: Tensor,
     x_TD: Tensor,
     first_EHD: Tensor,
-    second_EDF: Tensor,
+    second_EOF: Tensor,
     first_bias_EH: Tensor | None,
-    second_bias_ED: Tensor | None,
+    second_bias_EO: Tensor | None,
     expert_ids_TK: Tensor,
     weights_TK: Tensor,
     hidden_SH: Tensor,
@@ -80,22 +81,22 @@ def backward(
     """Gradients of x, both matrices, both biases and the combine weights; empty where not needed."""
     T, K = expert_ids_TK.shape
     E, H, D = first_EHD.shape
-    F = second_EDF.shape[2]
+    O, F = second_EOF.shape[1:]
     order, counts = sort_op(expert_ids_TK, E)
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     token_S = order // K
     weight_S = weights_TK.reshape(-1).index_select(0, order).to(wide)
     grad_weight_S = weight_S.new_zeros(T * K)
-    grad_rows_SD = native.empty(x_TD, T * K if needs_x else 0, D)
-    grad_first = native.empty(x_TD, *((E, H, D) if needs_weights else (0,)))
-    grad_second = native.empty(x_TD, *((E, D, F) if needs_weights else (0,)))
+    grad_rows_SD = x_TD.new_empty(T * K if needs_x else 0, D)
+    grad_first = x_TD.new_empty((E, H, D) if needs_weights else 0)
+    grad_second = x_TD.new_empty((E, O, F) if needs_weights else 0)
     grad_first_bias = x_TD.new_zeros((E, H) if first_bias_EH is not None else 0)
-    grad_second_bias = x_TD.new_zeros((E, D) if second_bias_ED is not None else 0)
-    first, second = first_EHD.unbind(0), second_EDF.unbind(0)
+    grad_second_bias = x_TD.new_zeros((E, O) if second_bias_EO is not None else 0)
+    first, second = first_EHD.unbind(0), second_EOF.unbind(0)
     first_grads = grad_first.unbind(0) if needs_weights else ()
     second_grads = grad_second.unbind(0) if needs_weights else ()
     for e, rows in groups(counts):
-        grad = grad_TD.index_select(0, token_S[rows])
+        grad = grad_TO.index_select(0, token_S[rows])
         h, w = hidden_SH[rows], weight_S[rows]
         grad_a = torch.mm(grad, second[e])
         grad_h, scaled = torch.empty_like(h), torch.empty_like(grad_a)
@@ -104,8 +105,8 @@ def backward(
             grad_h, scaled, grad_weight_S[rows] = weighted_activation_backward(
                 h, grad_a, w, activation, gated
             )
-        if second_bias_ED is not None:
-            grad_weight_S[rows] += grad.to(wide) @ second_bias_ED[e].to(wide)
+        if second_bias_EO is not None:
+            grad_weight_S[rows] += grad.to(wide) @ second_bias_EO[e].to(wide)
             grad_second_bias[e] = (grad.to(wide) * w[:, None]).sum(0)
         if first_bias_EH is not None:
             grad_first_bias[e] = grad_h.sum(0)

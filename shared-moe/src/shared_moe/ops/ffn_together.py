@@ -35,16 +35,16 @@ def _bias_gradient(rows: Tensor, expert_S: Tensor, E: int) -> Tensor:
 def forward(
     x_TD: Tensor,
     first_EHD: Tensor,
-    second_EDF: Tensor,
+    second_EOF: Tensor,
     first_bias_EH: Tensor | None,
-    second_bias_ED: Tensor | None,
+    second_bias_EO: Tensor | None,
     expert_ids_TK: Tensor,
     weights_TK: Tensor,
     activation: str,
     gated: bool,
     keep_hidden: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(y (T, D), hidden (S, H) if kept else (0, H))."""
+    """(y (T, O), hidden (S, H) if kept else (0, H))."""
     T, K = expert_ids_TK.shape
     E = first_EHD.shape[0]
     order, counts = sort_op(expert_ids_TK, E)
@@ -52,20 +52,20 @@ def forward(
     hidden_SH = grouped_rows(x_TD.index_select(0, order // K), first_EHD, counts)
     if first_bias_EH is not None:
         hidden_SH = hidden_SH + _bias_rows(first_bias_EH, expert_S)
-    rows_SD = grouped_rows(activate(hidden_SH, activation, gated), second_EDF, counts)
-    if second_bias_ED is not None:
-        rows_SD = rows_SD + _bias_rows(second_bias_ED, expert_S)
-    y_TD = combine_rows(rows_SD, positions(order, counts).view(T, K), weights_TK)
-    return y_TD, hidden_SH if keep_hidden else hidden_SH.new_empty(0, hidden_SH.shape[1])
+    rows_SO = grouped_rows(activate(hidden_SH, activation, gated), second_EOF, counts)
+    if second_bias_EO is not None:
+        rows_SO = rows_SO + _bias_rows(second_bias_EO, expert_S)
+    y_TO = combine_rows(rows_SO, positions(order, counts).view(T, K), weights_TK)
+    return y_TO, hidden_SH if keep_hidden else hidden_SH.new_empty(0, hidden_SH.shape[1])
 
 
 def backward(
-    grad_TD: Tensor,
+    grad_TO: Tensor,
     x_TD: Tensor,
     first_EHD: Tensor,
-    second_EDF: Tensor,
+    second_EOF: Tensor,
     first_bias_EH: Tensor | None,
-    second_bias_ED: Tensor | None,
+    second_bias_EO: Tensor | None,
     expert_ids_TK: Tensor,
     weights_TK: Tensor,
     hidden_SH: Tensor,
@@ -81,20 +81,20 @@ def backward(
     expert_S = _expert_of_rows(counts, T * K)
     none = x_TD.new_empty(0)
     weight_S = weights_TK.reshape(-1).index_select(0, order).to(torch.float32)
-    grad_SD = grad_TD.index_select(0, order // K)
-    grad_a = grouped_rows(grad_SD, second_EDF.transpose(1, 2), counts)
+    grad_SO = grad_TO.index_select(0, order // K)
+    grad_a = grouped_rows(grad_SO, second_EOF.transpose(1, 2), counts)
     grad_h, scaled, grad_weight_S = weighted_activation_backward(
         hidden_SH, grad_a, weight_S, activation, gated
     )
     grad_first_bias = grad_second_bias = none
-    if second_bias_ED is not None:
-        grad_weight_S = grad_weight_S + (grad_SD.float() * _bias_rows(second_bias_ED, expert_S)).sum(1)
-        grad_second_bias = _bias_gradient(grad_SD * weight_S[:, None], expert_S, E).to(x_TD.dtype)
+    if second_bias_EO is not None:
+        grad_weight_S = grad_weight_S + (grad_SO.float() * _bias_rows(second_bias_EO, expert_S)).sum(1)
+        grad_second_bias = _bias_gradient(grad_SO * weight_S[:, None], expert_S, E).to(x_TD.dtype)
     if first_bias_EH is not None:
         grad_first_bias = _bias_gradient(grad_h, expert_S, E)
     grad_first = grad_second = grad_x = none
     if needs_weights:
-        grad_second = grouped_weight_gradient(grad_SD, scaled, counts)
+        grad_second = grouped_weight_gradient(grad_SO, scaled, counts)
         grad_first = grouped_weight_gradient(grad_h, x_TD.index_select(0, order // K), counts)
     if needs_x:
         grad_rows_SD = grouped_rows(grad_h, first_EHD.transpose(1, 2), counts)

@@ -2,8 +2,8 @@
 
     y_t = Σ_k w_tk (W2_e act(W1_e x_t + b1_e) + b2_e),  e = expert_ids_tk
 
-Shapes: T tokens, K slots a token, S = T·K assignments in expert order, D width, F hidden width, E experts,
-H rows of the first matrix (2F when gated, else F). Weights lie as in transformers: gate_up (E, H, D), down (E, D, F).
+Shapes: T tokens, K slots a token, S = T·K assignments in expert order, D width, F hidden width, O output width (D in a transformer), E experts,
+H rows of the first matrix (2F when gated, else F). Weights lie as in transformers: gate_up (E, H, D), down (E, O, F).
 """
 
 import torch
@@ -21,7 +21,7 @@ from shared_moe.ops.sort import sort_op
 def _grouped_ffn(
     x_TD: Tensor,
     gate_up_EHD: Tensor,
-    down_EDF: Tensor,
+    down_EOF: Tensor,
     gate_up_bias_EH: Tensor | None,
     down_bias_ED: Tensor | None,
     expert_ids_TK: Tensor,
@@ -30,11 +30,11 @@ def _grouped_ffn(
     gated: bool,
     for_backward: bool,
 ) -> tuple[Tensor, Tensor]:
-    how = ffn_together if use_grouped_mm(x_TD, gate_up_EHD, down_EDF) else ffn_each
+    how = ffn_together if use_grouped_mm(x_TD, gate_up_EHD, down_EOF) else ffn_each
     return how.forward(
         x_TD,
         gate_up_EHD,
-        down_EDF,
+        down_EOF,
         gate_up_bias_EH,
         down_bias_ED,
         expert_ids_TK,
@@ -49,7 +49,7 @@ def _grouped_ffn(
 def _(
     x_TD,
     gate_up_EHD,
-    down_EDF,
+    down_EOF,
     gate_up_bias_EH,
     down_bias_ED,
     expert_ids_TK,
@@ -59,17 +59,15 @@ def _(
     for_backward,
 ):
     S = expert_ids_TK.numel() if for_backward else 0
-    return torch.empty_like(x_TD, memory_format=torch.contiguous_format), x_TD.new_empty(
-        S, gate_up_EHD.shape[1]
-    )
+    return x_TD.new_empty(x_TD.shape[0], down_EOF.shape[1]), x_TD.new_empty(S, gate_up_EHD.shape[1])
 
 
 @torch.library.custom_op("shared_moe::grouped_ffn_backward", mutates_args=())
 def _grouped_ffn_backward(
-    grad_TD: Tensor,
+    grad_TO: Tensor,
     x_TD: Tensor,
     gate_up_EHD: Tensor,
-    down_EDF: Tensor,
+    down_EOF: Tensor,
     gate_up_bias_EH: Tensor | None,
     down_bias_ED: Tensor | None,
     expert_ids_TK: Tensor,
@@ -80,12 +78,12 @@ def _grouped_ffn_backward(
     needs_x: bool,
     needs_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    how = ffn_together if use_grouped_mm(x_TD, gate_up_EHD, down_EDF) else ffn_each
+    how = ffn_together if use_grouped_mm(x_TD, gate_up_EHD, down_EOF) else ffn_each
     return how.backward(
-        grad_TD,
+        grad_TO,
         x_TD,
         gate_up_EHD,
-        down_EDF,
+        down_EOF,
         gate_up_bias_EH,
         down_bias_ED,
         expert_ids_TK,
@@ -100,10 +98,10 @@ def _grouped_ffn_backward(
 
 @_grouped_ffn_backward.register_fake
 def _(
-    grad_TD,
+    grad_TO,
     x_TD,
     gate_up_EHD,
-    down_EDF,
+    down_EOF,
     gate_up_bias_EH,
     down_bias_ED,
     expert_ids_TK,
@@ -118,9 +116,9 @@ def _(
     return (
         x_TD.new_empty(x_TD.shape if needs_x else 0),
         x_TD.new_empty((E, H, D) if needs_weights else 0),
-        x_TD.new_empty((E, D, down_EDF.shape[2]) if needs_weights else 0),
+        x_TD.new_empty(down_EOF.shape if needs_weights else 0),
         x_TD.new_empty((E, H) if gate_up_bias_EH is not None else 0),
-        x_TD.new_empty((E, D) if down_bias_ED is not None else 0),
+        x_TD.new_empty(down_EOF.shape[:2] if down_bias_ED is not None else 0),
         torch.empty_like(weights_TK, memory_format=torch.contiguous_format),
     )
 
@@ -133,11 +131,16 @@ def _setup(ctx, inputs, output) -> None:
     ctx.activation, ctx.gated = activation, gated
 
 
-def _backward(ctx, grad_TD: Tensor, _):
+def _backward(ctx, grad_TO: Tensor, _):
     needs = ctx.needs_input_grad
-    with torch.autocast(grad_TD.device.type, enabled=False):
+    with torch.autocast(grad_TO.device.type, enabled=False):
         grads = _grouped_ffn_backward(
-            grad_TD.contiguous(), *ctx.saved_tensors, ctx.activation, ctx.gated, needs[0], needs[1] or needs[2]
+            grad_TO.contiguous(),
+            *ctx.saved_tensors,
+            ctx.activation,
+            ctx.gated,
+            needs[0],
+            needs[1] or needs[2],
         )
     grad_x, grad_first, grad_second, grad_first_bias, grad_second_bias, grad_weights = grads
     return (
@@ -158,31 +161,32 @@ _grouped_ffn.register_autograd(_backward, setup_context=_setup)
 
 
 def _reference(
-    x_TD, gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, expert_ids_TK, weights_TK, activation, gated
+    x_TD, gate_up_EHD, down_EOF, gate_up_bias_EH, down_bias_ED, expert_ids_TK, weights_TK, activation, gated
 ) -> Tensor:
     E = gate_up_EHD.shape[0]
     sort_op(expert_ids_TK, E)  # refuses ids out of range
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     columns = []
     for ids_T, weights_T in zip(expert_ids_TK.unbind(1), weights_TK.unbind(1), strict=True):
-        column_TD = torch.zeros_like(x_TD, dtype=wide)
+        column_TO = x_TD.new_zeros(x_TD.shape[0], down_EOF.shape[1], dtype=wide)
         for e in range(E):
             t = (ids_T == e).nonzero()[:, 0]
             h = x_TD[t] @ gate_up_EHD[e].t()
             if gate_up_bias_EH is not None:
                 h = h + gate_up_bias_EH[e]
-            out = activate(h, activation, gated) @ down_EDF[e].t()
+            out = activate(h, activation, gated) @ down_EOF[e].t()
             if down_bias_ED is not None:
                 out = out + down_bias_ED[e]
-            column_TD = column_TD.index_copy(0, t, out.to(wide) * weights_T[t, None].to(wide))
-        columns.append(column_TD)
-    return sum(columns, torch.zeros_like(x_TD, dtype=wide)).to(x_TD.dtype)
+            column_TO = column_TO.index_copy(0, t, out.to(wide) * weights_T[t, None].to(wide))
+        columns.append(column_TO)
+    zero_TO = x_TD.new_zeros(x_TD.shape[0], down_EOF.shape[1], dtype=wide)
+    return sum(columns, zero_TO).to(x_TD.dtype)
 
 
 def grouped_ffn(
     x_TD: Tensor,
     gate_up_EHD: Tensor,
-    down_EDF: Tensor,
+    down_EOF: Tensor,
     expert_ids_TK: Tensor,
     weights_TK: Tensor,
     *,
@@ -192,22 +196,22 @@ def grouped_ffn(
     gated: bool = True,
     backend: str = "auto",
 ) -> Tensor:
-    """y_t = Σ_k w_tk FFN_{e_tk}(x_t): (T, D) -> (T, D), in x's dtype.
+    """y_t = Σ_k w_tk FFN_{e_tk}(x_t): (T, D) -> (T, O), in x's dtype.
 
-    gate_up (E, H, D) and down (E, D, F), H = 2F when gated (gate rows first) else F; any strides.
+    gate_up (E, H, D) and down (E, O, F), H = 2F when gated (gate rows first) else F; any strides.
     expert_ids: int64 (T, K), -1 or E for no expert; weights (T, K), of any float dtype.
-    activation: silu, gelu, gelu_tanh, relu, or gpt_oss (gate and up interleaved, clamped).
+    activation: silu, gelu, gelu_tanh, relu, identity, or gpt_oss (gate and up interleaved, clamped).
     Sums over k ascend in float32 or wider: bitwise repeatable. Under autocast x and the weights are cast first.
     Differentiable in x, weights, biases and combine weights; an expert without tokens gets a zero gradient.
 
     Raises `ShapeError` when shapes or dtypes disagree, `InputError` for an expert id out of range.
     """
     check_activation(activation, gated)
-    x_TD, gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED = autocast(
-        x_TD, gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED
+    x_TD, gate_up_EHD, down_EOF, gate_up_bias_EH, down_bias_ED = autocast(
+        x_TD, gate_up_EHD, down_EOF, gate_up_bias_EH, down_bias_ED
     )
-    _check(x_TD, gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, expert_ids_TK, weights_TK, gated)
-    arguments = (x_TD, gate_up_EHD, down_EDF, gate_up_bias_EH, down_bias_ED, expert_ids_TK, weights_TK)
+    _check(x_TD, gate_up_EHD, down_EOF, gate_up_bias_EH, down_bias_ED, expert_ids_TK, weights_TK, gated)
+    arguments = (x_TD, gate_up_EHD, down_EOF, gate_up_bias_EH, down_bias_ED, expert_ids_TK, weights_TK)
     with torch.autocast(x_TD.device.type, enabled=False):
         if choose_backend(backend) == "reference":
             return _reference(*arguments, activation, gated)
@@ -220,15 +224,15 @@ def grouped_ffn(
 def _check(x, gate_up, down, gate_up_bias, down_bias, ids, weights, gated: bool) -> None:
     if x.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
         raise ShapeError(
-            f"expected x (T, D), gate_up (E, H, D), down (E, D, F); got {tuple(x.shape)}, {tuple(gate_up.shape)}, "
+            f"expected x (T, D), gate_up (E, H, D), down (E, O, F); got {tuple(x.shape)}, {tuple(gate_up.shape)}, "
             f"{tuple(down.shape)}"
         )
     E, H, D = gate_up.shape
-    F = down.shape[2]
-    if x.shape[1] != D or down.shape[:2] != (E, D) or (2 * F if gated else F) != H:
+    O, F = down.shape[1:]
+    if x.shape[1] != D or down.shape[0] != E or (2 * F if gated else F) != H:
         raise ShapeError(
             f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}, down {tuple(down.shape)} do not fit: expected "
-            f"(T, D), (E, {'2F' if gated else 'F'}, D), (E, D, F)"
+            f"(T, D), (E, {'2F' if gated else 'F'}, D), (E, O, F)"
         )
     if not x.dtype == gate_up.dtype == down.dtype:
         raise ShapeError(f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; they must be the same")
@@ -237,7 +241,7 @@ def _check(x, gate_up, down, gate_up_bias, down_bias, ids, weights, gated: bool)
             f"expert_ids must be int64 ({x.shape[0]}, K) and weights the same shape; got {ids.dtype} "
             f"{tuple(ids.shape)} and {tuple(weights.shape)}"
         )
-    for name, bias, shape in (("gate_up_bias", gate_up_bias, (E, H)), ("down_bias", down_bias, (E, D))):
+    for name, bias, shape in (("gate_up_bias", gate_up_bias, (E, H)), ("down_bias", down_bias, (E, O))):
         if bias is not None and (tuple(bias.shape) != shape or bias.dtype != x.dtype):
             raise ShapeError(f"{name} is {bias.dtype} {tuple(bias.shape)}; expected {x.dtype} {shape}")
     if not weights.is_floating_point():

@@ -28,7 +28,7 @@ def _grouped_linear(x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tenso
     check_counts(counts_E, S)
     if use_grouped_mm(x_SD, weight_EFD):
         return torch.where(_has_rows(counts_E, S), grouped_rows(x_SD, weight_EFD, counts_E), 0)
-    y_SF = native.empty(x_SD, S, F)
+    y_SF = x_SD.new_empty(S, F)
     weights, end = weight_EFD.unbind(0), 0
     for e, rows in groups(counts_E):
         torch.mm(x_SD[rows], weights[e].t(), out=y_SF[rows])
@@ -52,8 +52,8 @@ def _grouped_linear_backward(
         grad_x = grouped_rows(grad_SF, by_column, counts_E) if needs_x else x_SD.new_empty(0)
         grad_weight = grouped_weight_gradient(grad_SF, x_SD, counts_E) if needs_weight else x_SD.new_empty(0)
         return torch.where(_has_rows(counts_E, S), grad_x, 0) if needs_x else grad_x, grad_weight
-    grad_x = native.empty(x_SD, *((S, D) if needs_x else (0,)))
-    grad_weight = native.empty(x_SD, *(weight_EFD.shape if needs_weight else (0,)))
+    grad_x = x_SD.new_empty((S, D) if needs_x else 0)
+    grad_weight = x_SD.new_empty(weight_EFD.shape if needs_weight else 0)
     weights, end = weight_EFD.unbind(0), 0
     for e, rows in groups(counts_E):
         if needs_x:
