@@ -60,6 +60,8 @@ def forward(
         torch.mm(a, second[e].t(), out=rows_SO[rows])
         if second_bias_EO is not None:
             rows_SO[rows] += second_bias_EO[e]
+    if keep_hidden:
+        hidden_SH[int(counts.sum()) :] = 0
     return combine_rows(rows_SO, position_TK, weights_TK), hidden_SH
 
 

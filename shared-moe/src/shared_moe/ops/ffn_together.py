@@ -79,20 +79,18 @@ def backward(
     E = first_EHD.shape[0]
     order, counts = sort_op(expert_ids_TK, E)
     expert_S = _expert_of_rows(counts, T * K)
-    none = x_TD.new_empty(0)
     weight_S = weights_TK.reshape(-1).index_select(0, order).to(torch.float32)
     grad_SO = grad_TO.index_select(0, order // K)
     grad_a = grouped_rows(grad_SO, second_EOF.transpose(1, 2), counts)
     grad_h, scaled, grad_weight_S = weighted_activation_backward(
         hidden_SH, grad_a, weight_S, activation, gated
     )
-    grad_first_bias = grad_second_bias = none
+    grad_first, grad_second, grad_x, grad_first_bias, grad_second_bias = (x_TD.new_empty(0) for _ in range(5))
     if second_bias_EO is not None:
         grad_weight_S = grad_weight_S + (grad_SO.float() * _bias_rows(second_bias_EO, expert_S)).sum(1)
         grad_second_bias = _bias_gradient(grad_SO * weight_S[:, None], expert_S, E).to(x_TD.dtype)
     if first_bias_EH is not None:
         grad_first_bias = _bias_gradient(grad_h, expert_S, E)
-    grad_first = grad_second = grad_x = none
     if needs_weights:
         grad_second = grouped_weight_gradient(grad_SO, scaled, counts)
         grad_first = grouped_weight_gradient(grad_h, x_TD.index_select(0, order // K), counts)

@@ -131,8 +131,10 @@ def _setup(ctx, inputs, output) -> None:
     ctx.activation, ctx.gated = activation, gated
 
 
-def _backward(ctx, grad_TO: Tensor, _):
+def _backward(ctx, grad_TO: Tensor | None, _):
     needs = ctx.needs_input_grad
+    if grad_TO is None:
+        return (None,) * len(needs)
     with torch.autocast(grad_TO.device.type, enabled=False):
         grads = _grouped_ffn_backward(
             grad_TO.contiguous(),

@@ -103,9 +103,9 @@ _grouped_linear.register_autograd(_backward, setup_context=_setup)
 
 def _reference(x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
     check_counts(counts_E, x_SD.shape[0])
-    parts = [x_SD[rows] @ weight_EFD[e].t() for e, rows in groups(counts_E)]
-    rest = x_SD.shape[0] - int(counts_E.sum())
-    return torch.cat([*parts, x_SD.new_zeros(rest, weight_EFD.shape[1])])
+    *parts, rest = x_SD.split([*counts_E.tolist(), x_SD.shape[0] - int(counts_E.sum())])
+    answers = [rows @ weight.t() for rows, weight in zip(parts, weight_EFD, strict=True)]
+    return torch.cat([*answers, x_SD.new_zeros(len(rest), weight_EFD.shape[1])])
 
 
 def grouped_linear(

@@ -211,6 +211,7 @@ inline void dots(int64_t width, const typename T::storage* w, const float* x, fl
         floats v[N];
         for (int n = 0; n < N; ++n) std::memcpy(&v[n], x + n * width + d, sizeof v[n]);
         for (int r = 0; r < R; ++r) {
+            __builtin_prefetch(w + (r + R) * width + d);
             floats m = T::load_lanes(w + r * width + d);
             for (int n = 0; n < N; ++n) total[r][n] += m * v[n];
         }
