@@ -158,6 +158,8 @@ def test_native_passes_equal_torch_passes(D, F, dtype, monkeypatch):
     with torch.no_grad():
         p.x[3], p.x[4] = 300, -300  # far into both tails of the sigmoid
     with_native = p.run()
+    if native._usable(p.x) is None:
+        pytest.skip(native.status())
     monkeypatch.setattr(native, "_usable", lambda *tensors: None)
     assert_same(with_native, p.run(), dtype)
 
@@ -177,14 +179,13 @@ def test_few_rows_an_expert(D, F, dtype, monkeypatch):
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_results_do_not_depend_on_the_number_of_threads(threads):
-    p = Problem(T=700, E=4, D=256, F=256, dtype=torch.bfloat16)
     h, grad = torch.randn(900, 2048).bfloat16(), torch.randn(900, 1024).bfloat16()
 
     def passes():
         out, grad_h, scaled, dots = grad.clone(), h.clone(), grad.clone(), torch.zeros(900)
         native.swiglu_forward(h, out)
         native.swiglu_backward(h, grad, torch.ones(900), grad_h, scaled, dots)
-        return [out, grad_h, scaled, dots, native.transposed(h).clone(), p.forward().detach()[:0]]
+        return [out, grad_h, scaled, dots, native.transposed(h).clone()]
 
     before = torch.get_num_threads()
     try:
@@ -318,6 +319,7 @@ def test_wrong_shapes_and_dtypes_are_refused():
         (x, up, down, ids, ids),
         (x, up, down, ids, w[:, :2]),
         (x.float(), up, down, ids, w),
+        (x, up[:0], down[:0], ids, w),
     ):
         with pytest.raises(ShapeError):
             grouped_ffn(*bad)

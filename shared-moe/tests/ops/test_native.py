@@ -83,8 +83,6 @@ def test_denormal_numbers_survive_in_the_process():
     """-ffast-math in a shared library would flush them to zero everywhere."""
     native.status()
     assert (torch.tensor([1e-40]) * 1).item() > 0
-    assert 5e-324 > 0
-    assert 5e-324 * 1.0 != 0.0
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (32, 32), (31, 65), (64, 33), (100, 256)])

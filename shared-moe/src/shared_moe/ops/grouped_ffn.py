@@ -231,7 +231,7 @@ def _check(x, gate_up, down, gate_up_bias, down_bias, ids, weights, gated: bool)
         )
     E, H, D = gate_up.shape
     O, F = down.shape[1:]
-    if x.shape[1] != D or down.shape[0] != E or (2 * F if gated else F) != H:
+    if E < 1 or x.shape[1] != D or down.shape[0] != E or (2 * F if gated else F) != H:
         raise ShapeError(
             f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}, down {tuple(down.shape)} do not fit: expected "
             f"(T, D), (E, {'2F' if gated else 'F'}, D), (E, O, F)"
