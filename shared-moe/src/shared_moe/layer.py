@@ -5,13 +5,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shared_moe.errors import InputError
 from shared_moe.routing.routing import Routing
 
 
 class MoE(nn.Module):
     """router(x) -> Routing, experts(x, Routing) -> y, plus an optional shared expert that every token visits.
 
-    `shared` is any module from (T, D) to (T, D). Nothing is stored for later: the routing is returned.
+    `shared` is any module from (T, D) to the experts' width; `shared_gate`, a module from (T, D) to (T, 1), scales
+    its answer by a sigmoid (Qwen2-MoE). Nothing is stored for later: the routing is returned.
     """
 
     def __init__(
@@ -19,9 +21,12 @@ class MoE(nn.Module):
         router: Callable[..., Routing],
         experts: Callable[[Tensor, Routing], Tensor],
         shared: Callable[[Tensor], Tensor] | None = None,
+        shared_gate: Callable[[Tensor], Tensor] | None = None,
     ):
         super().__init__()
-        self.router, self.experts, self.shared = router, experts, shared
+        if shared_gate is not None and shared is None:
+            raise InputError("shared_gate was given without a shared expert to scale")
+        self.router, self.experts, self.shared, self.shared_gate = router, experts, shared, shared_gate
 
     def forward(self, x: Tensor, **context: Any) -> tuple[Tensor, Routing]:
         """(..., D) -> (y (..., D), Routing over the flattened tokens). `context` goes to the router."""
@@ -29,5 +34,8 @@ class MoE(nn.Module):
         routing = self.router(x_TD, **context)
         y_TD = self.experts(x_TD, routing)
         if self.shared is not None:
-            y_TD = y_TD + self.shared(x_TD)
-        return y_TD.view(x.shape), routing
+            shared_TD = self.shared(x_TD)
+            if self.shared_gate is not None:
+                shared_TD = self.shared_gate(x_TD).sigmoid() * shared_TD
+            y_TD = y_TD + shared_TD
+        return y_TD.view(*x.shape[:-1], y_TD.shape[-1]), routing

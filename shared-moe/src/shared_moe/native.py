@@ -21,7 +21,15 @@ from torch import Tensor
 
 from shared_moe.files import atomic_path
 
-FLAGS = ("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-shared", "-fPIC", "-std=c++17")
+# The parts of -ffast-math that let sums vectorise. -ffast-math itself would switch denormals off in the whole process.
+MATHS = (
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-fassociative-math",
+    "-freciprocal-math",
+)
+FLAGS = ("-O3", *MATHS, "-shared", "-fPIC", "-pthread", "-std=c++17")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -31,29 +39,38 @@ def cache_folder() -> Path:
 
 
 def compile_library(source: str, name: str) -> tuple[Path | None, str]:
-    """Compile C++ `source` to a shared library in the cache. Returns (path or None, what happened in words)."""
+    """Compile C++ `source` to a shared library in the cache. Returns (path or None, what happened in words).
+
+    Two processes never build at once, and a library appears whole or not at all.
+    """
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
     if compiler is None:
         return None, "no C++ compiler found (install g++ for faster passes)"
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout.splitlines()[:1]
-    key = "\n".join([source, *FLAGS, *version, platform.machine(), _processor()])
-    target = cache_folder() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if target.is_file():
-        return target, f"native passes from {target}"
     try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+        key = "\n".join([source, *FLAGS, version, platform.machine(), _processor()])
+        target = cache_folder() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+        if target.is_file():
+            return target, f"native passes from {target}"
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.with_suffix(".lock")):
             if not target.is_file():
                 with atomic_path(target) as out:
-                    command = [compiler, *FLAGS, "-x", "c++", "-", "-o", str(out)]
-                    built = subprocess.run(command, input=source, capture_output=True, text=True)
-                    if built.returncode:
-                        out.touch()
-                        raise OSError(f"{compiler} failed: {built.stderr.strip()[:500]}")
-    except OSError as e:
-        target.unlink(missing_ok=True)
+                    _build(compiler, source, out)
+    except (OSError, RuntimeError) as e:
         return None, f"native passes could not be built: {e}"
     return target, f"native passes compiled to {target}"
+
+
+def _build(compiler: str, source: str, out: Path) -> None:
+    error = ""
+    for fit in (["-march=native"], []):  # not every compiler knows the processor it runs on
+        command = [compiler, *FLAGS, *fit, "-x", "c++", "-", "-o", str(out)]
+        built = subprocess.run(command, input=source, capture_output=True, text=True)
+        if built.returncode == 0:
+            return
+        error = built.stderr.strip()[:500]
+    raise OSError(f"{compiler} failed: {error}")
 
 
 def _processor() -> str:
@@ -64,6 +81,17 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith("flags")), platform.processor())
 
 
+_INT, _LONG, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+SIGNATURES = {
+    "swiglu_forward": [_INT, *[_LONG] * 2, *[_POINTER] * 2],
+    "swiglu_backward": [_INT, *[_LONG] * 2, *[_POINTER] * 6],
+    "transpose": [*[_LONG] * 2, *[_POINTER] * 2],
+    "combine": [_INT, *[_LONG] * 3, *[_POINTER] * 4],
+    "swiglu_few_rows": [_INT, *[_LONG] * 5, *[_POINTER] * 8],
+}
+"""Arguments of each C function after the first, an int."""
+
+
 @functools.cache
 def _library() -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get("SHARED_MOE_NATIVE") == "0":
@@ -71,9 +99,13 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
     path, note = compile_library(files("shared_moe").joinpath("ops/cpu/moe.cpp").read_text(), "moe")
     if path is None:
         return None, note
-    library = ctypes.CDLL(str(path))
-    for name in ("swiglu_forward", "swiglu_backward", "combine"):
-        getattr(library, name).restype = None
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as e:
+        return None, f"native passes could not be loaded: {e}"
+    for name, rest in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = None, [_INT, *rest]
     return library, note
 
 
@@ -91,12 +123,8 @@ def _usable(*tensors: Tensor) -> ctypes.CDLL | None:
     return _library()[0]
 
 
-def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-def _int(value: int) -> ctypes.c_int64:
-    return ctypes.c_int64(value)
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def swiglu_forward(h_SH: Tensor, out_SF: Tensor) -> bool:
@@ -105,7 +133,9 @@ def swiglu_forward(h_SH: Tensor, out_SF: Tensor) -> bool:
     if library is None:
         return False
     S, F = out_SF.shape
-    library.swiglu_forward(DTYPES[h_SH.dtype], _int(S), _int(F), _pointer(h_SH), _pointer(out_SF))
+    library.swiglu_forward(
+        DTYPES[h_SH.dtype], torch.get_num_threads(), S, F, _pointer(h_SH), _pointer(out_SF)
+    )
     return True
 
 
@@ -127,8 +157,9 @@ def swiglu_backward(
     S, F = grad_SF.shape
     library.swiglu_backward(
         DTYPES[h_SH.dtype],
-        _int(S),
-        _int(F),
+        torch.get_num_threads(),
+        S,
+        F,
         _pointer(h_SH),
         _pointer(grad_SF),
         _pointer(weight_S),
@@ -139,19 +170,63 @@ def swiglu_backward(
     return True
 
 
+def transposed(x: Tensor) -> Tensor:
+    """x.t(), laid out in memory where that makes the following product faster: bfloat16 on the CPU."""
+    library = _usable(x) if x.dtype == torch.bfloat16 else None
+    if library is None:
+        return x.t()
+    out = x.new_empty(x.shape[1], x.shape[0])
+    library.transpose(torch.get_num_threads(), *x.shape, _pointer(x), _pointer(out))
+    return out
+
+
 def combine(rows_SD: Tensor, position_TK: Tensor, weights_TK: Tensor | None, out_TD: Tensor) -> bool:
     """out_t = Σ_k weight_tk rows[position_tk], k ascending, accumulated in float32."""
     library = _usable(rows_SD, out_TD)
     if library is None or not position_TK.is_contiguous():
         return False
     weights = None if weights_TK is None else weights_TK.to(torch.float32).contiguous()
-    T, K = position_TK.shape
     library.combine(
         DTYPES[rows_SD.dtype],
-        _int(T),
-        _int(K),
-        _int(rows_SD.shape[1]),
+        torch.get_num_threads(),
+        *position_TK.shape,
+        rows_SD.shape[1],
         _pointer(rows_SD),
+        _pointer(position_TK),
+        _pointer(weights),
+        _pointer(out_TD),
+    )
+    return True
+
+
+def swiglu_few_rows(
+    x_TD: Tensor,
+    gate_up_EHD: Tensor,
+    down_EDF: Tensor,
+    order_S: Tensor,
+    counts_E: Tensor,
+    position_TK: Tensor,
+    weights_TK: Tensor,
+    out_TD: Tensor,
+) -> bool:
+    """The whole SwiGLU layer, reading each weight at memory speed: for a few rows an expert."""
+    library = _usable(x_TD, gate_up_EHD, down_EDF, out_TD)
+    if library is None:
+        return False
+    weights = weights_TK.to(torch.float32).contiguous()
+    library.swiglu_few_rows(
+        DTYPES[x_TD.dtype],
+        torch.get_num_threads(),
+        x_TD.shape[0],
+        gate_up_EHD.shape[0],
+        position_TK.shape[1],
+        x_TD.shape[1],
+        down_EDF.shape[2],
+        _pointer(x_TD),
+        _pointer(gate_up_EHD),
+        _pointer(down_EDF),
+        _pointer(order_S),
+        _pointer(counts_E),
         _pointer(position_TK),
         _pointer(weights),
         _pointer(out_TD),

@@ -12,7 +12,9 @@ from shared_moe.routing.routing import Routing
 class FFNExperts(nn.Module):
     """E feed-forward networks: SwiGLU when gated (the default), else two matrices and an activation.
 
-    Weights lie as in transformers 5: gate_up_proj (E, 2F, D), gate rows first, and down_proj (E, D, F).
+    Weights lie as in transformers 5: gate_up_proj (E, 2F, D), gate rows first, and down_proj (E, D, F). Each
+    expert maps to `out_dim`, by default back to `dim`. `activation` as in `ops.grouped_ffn`; with "gpt_oss" and bias
+    it is the gpt-oss expert.
     """
 
     def __init__(
@@ -24,26 +26,28 @@ class FFNExperts(nn.Module):
         gated: bool = True,
         activation: str = "silu",
         bias: bool = False,
+        out_dim: int | None = None,
         backend: str = "auto",
         generator: torch.Generator | None = None,
     ):
         super().__init__()
         check_activation(activation, gated)
-        if min(dim, hidden, num_experts) < 1:
+        out_dim = dim if out_dim is None else out_dim
+        if min(dim, hidden, num_experts, out_dim) < 1:
             raise InputError(
-                f"dim={dim}, hidden={hidden}, num_experts={num_experts}; expected at least 1 each"
+                f"dim={dim}, hidden={hidden}, num_experts={num_experts}, out_dim={out_dim}; expected at least 1 each"
             )
         self.gated, self.activation, self.backend = gated, activation, backend
         rows = 2 * hidden if gated else hidden
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, rows, dim))
-        self.down_proj = nn.Parameter(torch.empty(num_experts, dim, hidden))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, out_dim, hidden))
         self.gate_up_proj_bias = nn.Parameter(torch.zeros(num_experts, rows)) if bias else None
-        self.down_proj_bias = nn.Parameter(torch.zeros(num_experts, dim)) if bias else None
+        self.down_proj_bias = nn.Parameter(torch.zeros(num_experts, out_dim)) if bias else None
         nn.init.normal_(self.gate_up_proj, 0, dim**-0.5, generator=generator)
         nn.init.normal_(self.down_proj, 0, hidden**-0.5, generator=generator)
 
     def forward(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """(T, D) -> (T, D): the weighted sum of each token's experts."""
+        """(T, D) -> (T, out_dim): the weighted sum of each token's experts."""
         return grouped_ffn(
             x_TD,
             self.gate_up_proj,

@@ -38,6 +38,14 @@ def _gelu_tanh(h: Tensor) -> Tensor:
     return nnf.gelu(h, approximate="tanh")
 
 
+def _identity(h: Tensor) -> Tensor:
+    return h.clone()
+
+
+def _identity_backward(grad: Tensor, h: Tensor) -> Tensor:
+    return grad.clone()
+
+
 def _relu_backward(grad: Tensor, h: Tensor) -> Tensor:
     return grad * (h > 0)
 
@@ -51,6 +59,7 @@ POINTWISE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor]
     "gelu": (nnf.gelu, torch.ops.aten.gelu_backward),
     "gelu_tanh": (_gelu_tanh, _gelu_tanh_backward),
     "relu": (nnf.relu, _relu_backward),
+    "identity": (_identity, _identity_backward),
 }
 """Name -> (function, its backward (grad, input) -> grad of the input)."""
 

@@ -5,6 +5,10 @@ native C++ passes on the CPU where a compiler is there.
 """
 
 import os
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from shared_moe.errors import InputError
 
@@ -35,3 +39,12 @@ def explain_backend() -> tuple[str, str]:
     from shared_moe import native
 
     return chosen, f"the default; {native.status()}"
+
+
+def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The tensors in autocast's dtype where it is on, as torch's own matrix products do; float64 stays."""
+    device = next(t.device.type for t in tensors if t is not None)
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)

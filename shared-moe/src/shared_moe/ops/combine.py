@@ -8,13 +8,8 @@ from torch import Tensor
 
 from shared_moe import native
 from shared_moe.errors import ShapeError
-
-
-def _positions(order_S: Tensor, count: int) -> Tensor:
-    """Where each assignment's row lies; -1 for an assignment without an expert."""
-    position = torch.full_like(order_S, -1)
-    position[order_S[:count]] = torch.arange(count, device=order_S.device)
-    return position
+from shared_moe.ops.products import check_counts
+from shared_moe.ops.sort import positions
 
 
 def combine_rows(rows_SD: Tensor, position_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
@@ -38,7 +33,8 @@ def combine_rows(rows_SD: Tensor, position_TK: Tensor, weights_TK: Tensor | None
 
 @torch.library.custom_op("shared_moe::combine", mutates_args=())
 def _combine(rows_SD: Tensor, order_S: Tensor, counts_E: Tensor, weights_TK: Tensor) -> Tensor:
-    position = _positions(order_S, int(counts_E.sum()))
+    check_counts(counts_E, rows_SD.shape[0])
+    position = positions(order_S, counts_E)
     return combine_rows(rows_SD.contiguous(), position.view(weights_TK.shape), weights_TK)
 
 
@@ -51,16 +47,15 @@ def _(rows_SD: Tensor, order_S: Tensor, counts_E: Tensor, weights_TK: Tensor) ->
 def _combine_backward(
     grad_TD: Tensor, rows_SD: Tensor, order_S: Tensor, counts_E: Tensor, weights_TK: Tensor
 ) -> tuple[Tensor, Tensor]:
-    K = weights_TK.shape[1]
-    taken = order_S[: int(counts_E.sum())]
-    grad_rows = torch.zeros_like(rows_SD)
-    grad_weights = torch.zeros_like(weights_TK)
-    grad = grad_TD.index_select(0, taken // K)
+    K, S = weights_TK.shape[1], rows_SD.shape[0]
     wide = torch.promote_types(rows_SD.dtype, torch.float32)
-    weights = weights_TK.reshape(-1)[taken, None]
-    grad_rows[: len(taken)] = (grad.to(wide) * weights.to(wide)).to(rows_SD.dtype)
-    dots = (grad.to(wide) * rows_SD[: len(taken)].to(wide)).sum(1)
-    grad_weights.view(-1)[taken] = dots.to(weights_TK.dtype)
+    has_row = (torch.arange(S, device=order_S.device) < counts_E.sum())[:, None]
+    grad = grad_TD.index_select(0, order_S // K).to(wide)
+    weights = weights_TK.reshape(-1)[order_S, None].to(wide)
+    grad_rows = torch.where(has_row, grad * weights, 0).to(rows_SD.dtype)
+    dots = torch.where(has_row, grad * rows_SD.to(wide), 0).sum(1)
+    grad_weights = torch.empty_like(weights_TK, memory_format=torch.contiguous_format)
+    grad_weights.view(-1)[order_S] = dots.to(weights_TK.dtype)
     return grad_rows, grad_weights
 
 
@@ -68,7 +63,8 @@ def _combine_backward(
 def _(
     grad_TD: Tensor, rows_SD: Tensor, order_S: Tensor, counts_E: Tensor, weights_TK: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(rows_SD), torch.empty_like(weights_TK)
+    grad_rows = torch.empty_like(rows_SD, memory_format=torch.contiguous_format)
+    return grad_rows, torch.empty_like(weights_TK, memory_format=torch.contiguous_format)
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -77,9 +73,7 @@ def _setup(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad_TD: Tensor):
     rows_SD, order_S, counts_E, weights_TK = ctx.saved_tensors
-    grad_rows, grad_weights = _combine_backward(
-        grad_TD.contiguous(), rows_SD.contiguous(), order_S, counts_E, weights_TK.contiguous()
-    )
+    grad_rows, grad_weights = _combine_backward(grad_TD, rows_SD, order_S, counts_E, weights_TK)
     return grad_rows, None, None, grad_weights
 
 
@@ -91,11 +85,16 @@ def combine(rows_SD: Tensor, order_S: Tensor, counts_E: Tensor, weights_TK: Tens
 
     rows_SD holds one row an assignment, S = T·K; rows past `counts.sum()` are not read. Sums run over k ascending
     in float32 or wider, so the result is bitwise repeatable. Differentiable in the rows and the weights.
-    Raises `ShapeError` when the shapes disagree.
+    Raises `ShapeError` when shapes or dtypes disagree, `InputError` for counts that are negative or too large.
     """
     if weights_TK.dim() != 2 or rows_SD.dim() != 2 or rows_SD.shape[0] != weights_TK.numel():
         raise ShapeError(
             f"rows {tuple(rows_SD.shape)} must hold T·K rows of the weights {tuple(weights_TK.shape)}"
+        )
+    if counts_E.dim() != 1 or not order_S.dtype == counts_E.dtype == torch.int64:
+        raise ShapeError(
+            f"order and counts must be int64 and counts (E,), got {order_S.dtype}, {counts_E.dtype} "
+            f"{tuple(counts_E.shape)}"
         )
     if order_S.shape != (rows_SD.shape[0],):
         raise ShapeError(f"order {tuple(order_S.shape)} must be ({rows_SD.shape[0]},)")

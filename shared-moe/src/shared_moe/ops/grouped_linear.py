@@ -3,40 +3,37 @@
 Shapes: S rows, D input width, F output width, E experts.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from shared_moe.errors import InputError, ShapeError
-from shared_moe.ops.backend import choose_backend
+from shared_moe import native
+from shared_moe.errors import ShapeError
+from shared_moe.ops.backend import autocast, choose_backend
+from shared_moe.ops.products import (
+    check_counts,
+    grouped_rows,
+    grouped_weight_gradient,
+    groups,
+    use_grouped_mm,
+)
 
 
-def groups(counts_E: Tensor) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows) for every expert that has rows."""
-    start = 0
-    for e, n in enumerate(counts_E.tolist()):
-        if n:
-            yield e, slice(start, start + n)
-            start += n
-
-
-def _check_counts(counts_E: Tensor, rows: int) -> None:
-    if counts_E.numel() and int(counts_E.min()) < 0:
-        raise InputError(
-            f"counts holds {int(counts_E.min())}; an expert cannot have a negative number of rows"
-        )
-    if int(counts_E.sum()) > rows:
-        raise InputError(f"counts add up to {int(counts_E.sum())}, but there are {rows} rows")
+def _has_rows(counts_E: Tensor, S: int) -> Tensor:
+    return (torch.arange(S, device=counts_E.device) < counts_E.sum())[:, None]
 
 
 @torch.library.custom_op("shared_moe::grouped_linear", mutates_args=())
 def _grouped_linear(x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
-    _check_counts(counts_E, x_SD.shape[0])
-    y_SF = x_SD.new_zeros(x_SD.shape[0], weight_EFD.shape[1])
-    weights = weight_EFD.unbind(0)
+    S, F = x_SD.shape[0], weight_EFD.shape[1]
+    check_counts(counts_E, S)
+    if use_grouped_mm(x_SD, weight_EFD):
+        return torch.where(_has_rows(counts_E, S), grouped_rows(x_SD, weight_EFD, counts_E), 0)
+    y_SF = x_SD.new_empty(S, F)
+    weights, end = weight_EFD.unbind(0), 0
     for e, rows in groups(counts_E):
         torch.mm(x_SD[rows], weights[e].t(), out=y_SF[rows])
+        end = rows.stop
+    y_SF[end:] = 0
     return y_SF
 
 
@@ -47,22 +44,44 @@ def _(x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
 
 @torch.library.custom_op("shared_moe::grouped_linear_backward", mutates_args=())
 def _grouped_linear_backward(
-    grad_SF: Tensor, x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor
+    grad_SF: Tensor, x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    grad_x = torch.zeros_like(x_SD, memory_format=torch.contiguous_format)
-    grad_weight = torch.zeros_like(weight_EFD, memory_format=torch.contiguous_format)
-    weights = weight_EFD.unbind(0)
+    S, D = x_SD.shape
+    if use_grouped_mm(grad_SF, x_SD, weight_EFD):
+        by_column = weight_EFD.transpose(1, 2)
+        grad_x = grouped_rows(grad_SF, by_column, counts_E) if needs_x else x_SD.new_empty(0)
+        grad_weight = grouped_weight_gradient(grad_SF, x_SD, counts_E) if needs_weight else x_SD.new_empty(0)
+        return torch.where(_has_rows(counts_E, S), grad_x, 0) if needs_x else grad_x, grad_weight
+    grad_x = x_SD.new_empty((S, D) if needs_x else 0)
+    grad_weight = x_SD.new_empty(weight_EFD.shape if needs_weight else 0)
+    weights, end = weight_EFD.unbind(0), 0
     for e, rows in groups(counts_E):
-        torch.mm(grad_SF[rows], weights[e], out=grad_x[rows])
-        torch.mm(grad_SF[rows].t(), x_SD[rows], out=grad_weight[e])
+        if needs_x:
+            torch.mm(grad_SF[rows], weights[e], out=grad_x[rows])
+        if needs_weight:
+            torch.mm(native.transposed(grad_SF[rows]), x_SD[rows], out=grad_weight[e])
+        end = rows.stop
+    if needs_x:
+        grad_x[end:] = 0
+    if needs_weight:
+        zero_empty(grad_weight, counts_E)
     return grad_x, grad_weight
 
 
+def zero_empty(grad_E: Tensor, counts_E: Tensor) -> None:
+    """Zero the gradient of every expert without rows, in place."""
+    for e, n in enumerate(counts_E.tolist()):
+        if n == 0:
+            grad_E[e].zero_()
+
+
 @_grouped_linear_backward.register_fake
-def _(grad_SF: Tensor, x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    grad_SF: Tensor, x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor, needs_x: bool, needs_weight: bool
+) -> tuple[Tensor, Tensor]:
     return (
-        torch.empty_like(x_SD, memory_format=torch.contiguous_format),
-        torch.empty_like(weight_EFD, memory_format=torch.contiguous_format),
+        x_SD.new_empty(x_SD.shape if needs_x else 0),
+        x_SD.new_empty(weight_EFD.shape if needs_weight else 0),
     )
 
 
@@ -71,18 +90,22 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad_SF: Tensor):
-    grad_x, grad_weight = _grouped_linear_backward(grad_SF.contiguous(), *ctx.saved_tensors)
-    return grad_x, grad_weight, None
+    needs_x, needs_weight, _ = ctx.needs_input_grad
+    with torch.autocast(grad_SF.device.type, enabled=False):
+        grad_x, grad_weight = _grouped_linear_backward(
+            grad_SF.contiguous(), *ctx.saved_tensors, needs_x, needs_weight
+        )
+    return grad_x if needs_x else None, grad_weight if needs_weight else None, None
 
 
 _grouped_linear.register_autograd(_backward, setup_context=_setup)
 
 
 def _reference(x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
-    _check_counts(counts_E, x_SD.shape[0])
-    parts = [x_SD[rows] @ weight_EFD[e].t() for e, rows in groups(counts_E)]
-    rest = x_SD.shape[0] - int(counts_E.sum())
-    return torch.cat([*parts, x_SD.new_zeros(rest, weight_EFD.shape[1])])
+    check_counts(counts_E, x_SD.shape[0])
+    *parts, rest = x_SD.split([*counts_E.tolist(), x_SD.shape[0] - int(counts_E.sum())])
+    answers = [rows @ weight.t() for rows, weight in zip(parts, weight_EFD, strict=True)]
+    return torch.cat([*answers, x_SD.new_zeros(len(rest), weight_EFD.shape[1])])
 
 
 def grouped_linear(
@@ -96,8 +119,10 @@ def grouped_linear(
     """y_s = W_e(s) x_s + b_e(s): (S, D) rows sorted by expert -> (S, F).
 
     counts_E: int64, rows of each expert; rows past their sum give zeros. An expert without rows gets a zero gradient.
-    Raises `ShapeError` when shapes or dtypes disagree, `InputError` for counts that are negative or too large.
+    Raises `ShapeError` when shapes or dtypes disagree, `InputError` for counts that are negative or too large (on the
+    CPU; on a GPU the check would stall the stream).
     """
+    x_SD, weight_EFD, bias_EF = autocast(x_SD, weight_EFD, bias_EF)
     if x_SD.dim() != 2 or weight_EFD.dim() != 3 or x_SD.shape[1] != weight_EFD.shape[2]:
         raise ShapeError(
             f"x {tuple(x_SD.shape)} and weight {tuple(weight_EFD.shape)} must be (S, D) and (E, F, D)"
@@ -108,13 +133,14 @@ def grouped_linear(
         raise ShapeError(
             f"counts must be int64 of shape ({weight_EFD.shape[0]},), got {counts_E.dtype} {tuple(counts_E.shape)}"
         )
-    apply = _reference if choose_backend(backend) == "reference" else _grouped_linear
-    y_SF = apply(x_SD, weight_EFD, counts_E)
-    if bias_EF is None:
-        return y_SF
-    if bias_EF.shape != weight_EFD.shape[:2]:
+    if bias_EF is not None and bias_EF.shape != weight_EFD.shape[:2]:
         raise ShapeError(f"bias {tuple(bias_EF.shape)} must be {tuple(weight_EFD.shape[:2])}")
-    padded_EF = torch.cat([bias_EF, bias_EF.new_zeros(1, bias_EF.shape[1])])
-    ends_E = counts_E.cumsum(0)
-    expert_S = torch.searchsorted(ends_E, torch.arange(x_SD.shape[0], device=x_SD.device), right=True)
-    return y_SF + padded_EF[expert_S].to(y_SF.dtype)
+    with torch.autocast(x_SD.device.type, enabled=False):
+        apply = _reference if choose_backend(backend) == "reference" else _grouped_linear
+        y_SF = apply(x_SD.contiguous(), weight_EFD, counts_E)
+        if bias_EF is None:
+            return y_SF
+        row_S = torch.arange(x_SD.shape[0], device=x_SD.device)
+        expert_S = torch.searchsorted(counts_E.cumsum(0), row_S, right=True)
+        padded_EF = torch.cat([bias_EF, bias_EF.new_zeros(1, bias_EF.shape[1])])
+        return y_SF + padded_EF.index_select(0, expert_S).to(y_SF.dtype)

@@ -1,6 +1,6 @@
 """Group token-to-expert assignments by expert.
 
-Shapes: T tokens, K slots a token, E experts; the T·K assignments are numbered t·K + k.
+Shapes: T tokens, K slots a token, E experts; the S = T·K assignments are numbered t·K + k.
 """
 
 import torch
@@ -10,7 +10,7 @@ from shared_moe.errors import InputError, ShapeError
 
 
 @torch.library.custom_op("shared_moe::sort_by_expert", mutates_args=())
-def _sort_by_expert(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def sort_op(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     flat = expert_ids_TK.reshape(-1)
     if flat.numel() and flat.device.type == "cpu":
         low, high = (v.item() for v in flat.aminmax())
@@ -19,18 +19,25 @@ def _sort_by_expert(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Te
             raise InputError(
                 f"expert_ids holds {wrong}; expected 0 to {num_experts - 1}, or -1 or {num_experts} for no expert"
             )
-    key = torch.where(flat < 0, num_experts, flat)
-    order = torch.argsort(key, stable=True)
-    counts = torch.bincount(key, minlength=num_experts + 1)[:num_experts].contiguous()
-    return order, counts
+    key, order = torch.where((flat < 0) | (flat > num_experts), num_experts, flat).sort(stable=True)
+    ends = torch.searchsorted(key, torch.arange(num_experts + 1, device=key.device))
+    return order, ends.diff()
 
 
-@_sort_by_expert.register_fake
+@sort_op.register_fake
 def _(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return (
         expert_ids_TK.new_empty(expert_ids_TK.numel()),
         expert_ids_TK.new_empty(num_experts),
     )
+
+
+def positions(order_S: Tensor, counts_E: Tensor) -> Tensor:
+    """Where each assignment's row lies (S,); -1 for an assignment without an expert. Does not wait for a GPU."""
+    row_S = torch.arange(order_S.shape[0], device=order_S.device)
+    position_S = torch.empty_like(order_S)
+    position_S[order_S] = torch.where(row_S < counts_E.sum(), row_S, -1)
+    return position_S
 
 
 def sort_by_expert(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -40,8 +47,8 @@ def sort_by_expert(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Ten
     Returns order (T·K,): assignment numbers sorted by expert, of which the first `counts.sum()` have an expert;
     and counts (E,), int64.
 
-    Raises `InputError` for any other id (checked on the CPU only: on a GPU the check would stall the stream),
-    `ShapeError` for another shape or dtype.
+    Raises `InputError` for any other id on the CPU (on a GPU the check would stall the stream: there such an id means
+    "no expert"), `ShapeError` for another shape or dtype.
     """
     if expert_ids_TK.dim() != 2 or expert_ids_TK.dtype != torch.int64:
         raise ShapeError(
@@ -49,4 +56,4 @@ def sort_by_expert(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Ten
         )
     if num_experts < 1:
         raise InputError(f"num_experts is {num_experts}; expected at least 1")
-    return _sort_by_expert(expert_ids_TK, num_experts)
+    return sort_op(expert_ids_TK, num_experts)
