@@ -1,3 +1,23 @@
 """Gigapixel pathology with MAMMOTH: slides in, multiple-instance predictions and heat-maps out."""
 
+from importlib import import_module
+from typing import Any
+
 __version__ = "0.1.0"
+
+_HOME = {
+    "MILModel": "mammoth_path.model.mil",
+    "Mammoth": "mammoth_path.model.mammoth",
+    "load_encoder": "mammoth_path.data.encoders",
+    "load_model": "mammoth_path.train",
+    "open_slide": "mammoth_path.data.slides",
+    "read_features": "mammoth_path.data.features",
+}
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    """Public names, imported at first use: `import mammoth_path` alone loads nothing heavy."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
