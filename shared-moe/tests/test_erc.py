@@ -1,4 +1,4 @@
-"""The acceptance list of the ERC sheet."""
+"""What ERC has to fulfil, property by property."""
 
 from itertools import pairwise
 

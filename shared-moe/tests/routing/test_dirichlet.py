@@ -1,4 +1,4 @@
-"""The acceptance list of the DirMoE sheet."""
+"""What DirMoE has to fulfil, property by property."""
 
 import math
 from itertools import pairwise
@@ -109,7 +109,7 @@ def test_mass_and_variance_of_the_active_set(E, k, m, v):
     assert abs(simpson.mean() - expected_simpson(scale, b.tolist())) < 3 * simpson.std() / math.sqrt(n)
 
 
-def test_the_sheets_example_and_round_trip():
+def test_a_known_example_and_round_trip():
     assert ratio_from_mass(0.9, 8, 2) == pytest.approx(27)
     for h in (0.13, 0.3, 0.9):
         scale = scale_from_simpson(h, 8)

@@ -1,4 +1,4 @@
-"""The acceptance list of the KERN sheet."""
+"""What KERN has to fulfil, property by property."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The acceptance list of the MAMMOTH sheet, in its order."""
+"""What MAMMOTH has to fulfil, property by property."""
 
 import pytest
 import torch
