@@ -2,8 +2,9 @@
 
     y_t = Σ_k w_tk (W2_e act(W1_e x_t + b1_e) + b2_e),  e = expert_ids_tk
 
-Shapes: T tokens, K slots a token, S = T·K assignments in expert order, D width, F hidden width, O output width (D in a transformer), E experts,
-H rows of the first matrix (2F when gated, else F). Weights lie as in transformers: gate_up (E, H, D), down (E, O, F).
+Shapes: T tokens, K slots a token, S = T·K assignments in expert order, D width, F hidden width, O output width (D in a
+transformer), E experts, H rows of the first matrix (2F when gated, else F). Weights lie as in transformers: gate_up
+(E, H, D), down (E, O, F).
 """
 
 import torch
