@@ -1,7 +1,12 @@
 """Mixture-of-Experts core: routers, experts, losses, dispatch and kernels for CPU and GPU."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shared_moe.layer import MoE
+    from shared_moe.routing import Routing, SlotRouting
+    from shared_moe.trace import RoutingTrace
 
 __version__ = "0.1.0"
 
@@ -11,7 +16,7 @@ _HOME = {
     "RoutingTrace": "shared_moe.trace",
     "SlotRouting": "shared_moe.routing",
 }
-__all__ = list(_HOME)
+__all__ = ["MoE", "Routing", "RoutingTrace", "SlotRouting"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,15 @@
 """Gigapixel pathology with MAMMOTH: slides in, multiple-instance predictions and heat-maps out."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mammoth_path.data.encoders import load_encoder
+    from mammoth_path.data.features import read_features
+    from mammoth_path.data.slides import open_slide
+    from mammoth_path.model.mammoth import Mammoth
+    from mammoth_path.model.mil import MILModel
+    from mammoth_path.train import load_model
 
 __version__ = "0.1.0"
 
@@ -13,7 +21,7 @@ _HOME = {
     "open_slide": "mammoth_path.data.slides",
     "read_features": "mammoth_path.data.features",
 }
-__all__ = list(_HOME)
+__all__ = ["MILModel", "Mammoth", "load_encoder", "load_model", "open_slide", "read_features"]
 
 
 def __getattr__(name: str) -> Any:
