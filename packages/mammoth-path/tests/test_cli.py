@@ -75,12 +75,11 @@ def test_encode_train_predict_heatmap(job, tmp_path):
         0,
     ).strip()
     _, config = load_model(model)
-    assert config["classes"] == ["plain", "spot"]
+    assert (config["classes"], config["encoder"]) == (["plain", "spot"], "efficientnet-lite0")
     from_file = json.loads(call("predict", features / "s1.h5", "--model", model, "--json"))
     from_slide = json.loads(
         call(
-            "predict", job / "slides" / "s1.svs", "--model", model, "--encoder", "efficientnet-lite0",
-            "--patch-size", 128, "--min-tissue", 0.9, "--json",
+            "predict", job / "slides" / "s1.svs", "--model", model, "--patch-size", 128, "--min-tissue", 0.9, "--json",
         )
     )  # fmt: skip
     assert sum(from_file["probabilities"].values()) == pytest.approx(1)

@@ -131,6 +131,22 @@ def test_a_busy_folder_and_a_full_disk_end_the_run(slides, tmp_path, encoder, mo
         encode_slides(slides, tmp_path / "job", encoder, OPTIONS)
 
 
+def test_finished_files_of_other_tiles_are_not_taken_for_done(slides, tmp_path, encoder):
+    """0.5 and 0.55 um/px are both called 20x: the folder's name does not tell them apart."""
+    encode_slides(slides[:1], tmp_path / "job", encoder, OPTIONS)
+    (result,) = encode_slides(slides[:1], tmp_path / "job", encoder, TileOptions(mpp=0.55, size_px=64))
+    assert result.status == "failed"
+    assert "made with other options" in result.message
+    (result,) = encode_slides(slides[:1], tmp_path / "job", encoder, TileOptions(0.5, 64, 0, 0.9))
+    assert result.status == "resumed"
+
+
+def test_slides_that_share_a_name_are_refused(slides):
+    write_pyramid(slides[0].with_suffix(".tif"), tissue_picture())
+    with pytest.raises(InputError, match=r"share a name: a\.svs, a\.tif"):
+        find_slides(slides[0].parent)
+
+
 def test_half_precision(slides, tmp_path, encoder):
     encode_slides(slides[:1], tmp_path / "job", encoder, OPTIONS, half=True)
     (path,) = (tmp_path / "job").rglob("a.h5")

@@ -17,7 +17,7 @@ from mammoth_path.evaluate import (
 )
 from mammoth_path.fit_cohort import fit_cohort
 from mammoth_path.train import TrainOptions, fit, load_model, predict_probabilities, save_model
-from shared_moe.errors import InputError, UnreadableError
+from shared_moe.errors import InputError, RefusedError, UnreadableError
 
 SMALL = {"num_experts": 2, "num_slots": 2, "num_heads": 2, "slot_dim": 8, "rank": 2}
 
@@ -139,6 +139,16 @@ def test_a_cohort_is_measured_and_carded(tmp_path):
     assert "2-fold cross-validation" in card
     assert "not a medical device" in card
     assert "| auroc |" in card
+
+
+def test_nothing_is_trained_over(tmp_path):
+    fit_cohort(easy_bags(), options(epochs=1), tmp_path / "a")
+    with pytest.raises(RefusedError, match=r"model exists"):
+        fit_cohort(easy_bags(), options(epochs=1, seed=1), tmp_path / "a")
+    fit_cohort(easy_bags(), options(epochs=1, seed=1), tmp_path / "a", overwrite=True)
+    fit(easy_bags(), options(epochs=1), tmp_path / "run")
+    with pytest.raises(RefusedError, match="--resume"):
+        fit(easy_bags(), options(epochs=1), tmp_path / "run")
 
 
 def test_measures_equal_scikit_learns():

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from mammoth_path.data.encoders import Encoder
-from mammoth_path.data.features import Bag, grid_attributes, write_coords, write_features
+from mammoth_path.data.features import Bag, grid_attributes, read_features, write_coords, write_features
 from mammoth_path.data.slides import Slide, TileError, open_slide
 from mammoth_path.data.tiles import TileGrid, tile_grid
 from mammoth_path.data.tissue import find_tissue
@@ -59,6 +60,12 @@ def find_slides(source: Path) -> list[Path]:
     found = sorted(p for p in source.iterdir() if p.suffix.lower() in SUFFIXES)
     if not found:
         raise InputError(f"{source}: no slide in this folder (looked for {', '.join(sorted(SUFFIXES))})")
+    stems = Counter(p.stem for p in found)
+    twice = [p.name for p in found if stems[p.stem] > 1]
+    if twice:
+        raise InputError(
+            f"{source}: results are named by slide, and these share a name: {', '.join(twice)}; rename them"
+        )
     return found
 
 
@@ -116,7 +123,8 @@ def encode_slides(
             target = job / grid.folder_name / f"features_{encoder.name}" / f"{slide.name}.h5"
             about = (slide.mpp_um, slide.scale.source)
             if target.is_file():
-                return SlideResult(slide.name, "resumed", len(grid), 0, *about)
+                done = _check_same_tiles(target, grid)
+                return SlideResult(slide.name, "resumed", done, len(grid) - done, *about)
             features, kept = _encode(slide, grid, encoder, target.with_suffix(".partial"))
             attributes = {**grid_attributes(grid), "encoder": encoder.name}
             stored = features.astype(np.float16) if half else features
@@ -204,6 +212,21 @@ def _batches(
             ahead = following
         if ahead is not None:
             yield ahead.result()
+
+
+def _check_same_tiles(target: Path, grid: TileGrid) -> int:
+    """How many tiles a finished file holds. Raises `InputError` when they are not of this grid."""
+    bag = read_features(target)
+    expected = {k: v for k, v in grid_attributes(grid).items() if k != "savetodir"}
+    differ = [k for k, v in expected.items() if bag.attributes.get(k) != v]
+    tiles = set(map(tuple, grid.coords_N2.tolist()))
+    if bag.coords_N2 is None or not tiles.issuperset(map(tuple, bag.coords_N2.tolist())):
+        differ.append("coords")
+    if differ:
+        raise InputError(
+            f"{target} was made with other options ({', '.join(differ)} differ): choose another --job-dir, or move it away"
+        )
+    return len(bag.features_ND)
 
 
 def _guard(one, path: Path) -> SlideResult:

@@ -8,7 +8,8 @@ import numpy as np
 
 from mammoth_path.data.bags import BagSet
 from mammoth_path.evaluate import Estimate, cross_validate, estimate
-from mammoth_path.train import TrainOptions, fit, save_model
+from mammoth_path.train import STATE, TrainOptions, fit, save_model
+from shared_moe.errors import RefusedError
 
 CARD = """# {title}
 
@@ -33,7 +34,14 @@ def fit_cohort(
     resume: bool = False,
     overwrite: bool = False,
 ) -> Path:
-    """Cross-validate when asked, fit on all bags, write OUTPUT/model. The run's state lies in OUTPUT/run."""
+    """Cross-validate when asked, fit on all bags, write OUTPUT/model. The run's state lies in OUTPUT/run.
+
+    Raises `RefusedError`, before any work, when a model lies there and `overwrite` is not set.
+    """
+    if overwrite:
+        (output / "run" / STATE).unlink(missing_ok=True)
+    elif (output / "model").exists():
+        raise RefusedError(f"{output / 'model'} exists: choose another --output, or --overwrite it")
     measures: dict[str, Estimate] = {}
     if folds:
         (probs,) = cross_validate(bags, options, folds=folds)
@@ -59,4 +67,12 @@ def fit_cohort(
         dim=bags.dim,
     )
     about = {"metrics": {name: asdict(value) for name, value in measures.items()}}
-    return save_model(output / "model", trained.model, bags.classes, card, about=about, overwrite=overwrite)
+    return save_model(
+        output / "model",
+        trained.model,
+        bags.classes,
+        card,
+        encoder=bags.encoder,
+        about=about,
+        overwrite=overwrite,
+    )

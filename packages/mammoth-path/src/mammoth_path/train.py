@@ -14,7 +14,7 @@ from torch import Tensor
 from mammoth_path.data.bags import BagSet, batches, folds_by_case, pad
 from mammoth_path.model.mil import MILModel
 from shared_moe.console import track
-from shared_moe.errors import InputError, UnreadableError
+from shared_moe.errors import InputError, RefusedError, UnreadableError
 from shared_moe.files import atomic_path, folder_lock
 from shared_moe.hub import load_pretrained, load_weights, save_pretrained
 
@@ -63,12 +63,17 @@ class Trained:
 def fit(bags: BagSet, options: TrainOptions, folder: Path | None = None, *, resume: bool = False) -> Trained:
     """Train on `bags`. With a folder, progress is logged and kept there: an interrupted run resumes to the same result.
 
+    Raises `RefusedError` when the folder holds an interrupted run and `resume` is not set.
     AdamW with a cosine schedule on padded mini-batches. With patience, a fifth of the cases is the validation set and
     the model of the lowest validation loss is returned. Standardisation comes from the training bags alone.
     """
     if folder is None:
         return _fit(bags, options, None, resume=False)
     with folder_lock(folder):
+        if (folder / STATE).is_file() and not resume:
+            raise RefusedError(
+                f"{folder} holds a run already: go on with it (--resume), or start anew with --overwrite"
+            )
         return _fit(bags, options, folder, resume=resume)
 
 

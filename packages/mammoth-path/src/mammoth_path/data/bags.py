@@ -16,7 +16,8 @@ from shared_moe.errors import InputError, UnreadableError
 
 @dataclass(frozen=True)
 class BagSet:
-    """features: one (N, D) float32 array a bag; labels: class index of each; cases: the patient that each comes from.
+    """features: one (N, D) float32 array a bag; labels: class index of each; cases: the patient that each comes from;
+    encoder: what made the features, where known.
 
     Bags of one case never land on both sides of a split.
     """
@@ -26,6 +27,7 @@ class BagSet:
     names: list[str]
     cases: list[str]
     classes: list[str]
+    encoder: str = ""
 
     def __post_init__(self):
         lengths = {len(self.features), len(self.labels), len(self.names), len(self.cases)}
@@ -75,12 +77,17 @@ def read_bag_folder(folder: Path | str, table: Path | str) -> BagSet:
     if absent:
         raise UnreadableError(f"{folder}: no feature file for {len(absent)} slides: {', '.join(absent[:10])}")
     classes = sorted({row["label"] for row in rows})
+    bags = [read_features(path) for path in paths if path is not None]
+    encoders = sorted({str(bag.attributes.get("encoder", "")) for bag in bags})
+    if len(encoders) > 1:
+        raise InputError(f"{folder}: features of different encoders: {', '.join(encoders)}; use one for all")
     return BagSet(
-        [read_features(path).features_ND for path in paths if path is not None],
+        [bag.features_ND for bag in bags],
         np.array([classes.index(row["label"]) for row in rows]),
         [row["slide_id"] for row in rows],
         [row["case_id"] for row in rows],
         classes,
+        encoders[0],
     )
 
 
