@@ -3,8 +3,8 @@
     python shared-moe/benchmarks/moe_cpu.py [--rounds 5] [--cells A,B,"decode A","decode B"] [--no-memory]
 
 Every method gets the same weights, tokens and routing. Times are CPU time of one thread (`time.process_time`), the
-minimum over interleaved rounds after a warm-up; each is given as a ratio to one dense SwiGLU MLP on the same T·K rows
-(the same active FLOPs). A method that takes over four times as long as the fastest is timed once. Peak memory is the
+minimum over interleaved rounds of which the first is the warm-up; each is given as a ratio to one dense SwiGLU MLP on
+the same T·K rows (the same active FLOPs). A method over four times as slow as the fastest runs once. Peak memory is the
 growth of the resident set over one call in a fresh process.
 
 Cells: A is d=1024 ff=2048 T=2048, B is d=256 ff=512 T=2048, decode is T=8; all with 32 experts, 4 a token. For decode
@@ -16,12 +16,13 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
 import json
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as nnf
@@ -139,12 +140,10 @@ def call(method: Callable[[Case], Tensor], case: Case, train: bool) -> None:
 
 def measure(case: Case, names: list[str], train: bool, rounds: int) -> dict[str, float]:
     best = dict.fromkeys(names, float("inf"))
-    for name in names:
-        call(METHODS[name], case, train)
-    for round_ in range(rounds):
-        fastest = min(best.values())
+    for round_ in range(rounds + 1):
+        fastest = min(best[name] for name in names if name != "dense")
         for name in names:
-            if round_ and best[name] > 4 * fastest and rounds < 20:
+            if round_ and best[name] > 4 * fastest:
                 continue
             started = time.process_time()
             call(METHODS[name], case, train)
@@ -153,18 +152,25 @@ def measure(case: Case, names: list[str], train: bool, rounds: int) -> dict[str,
 
 
 def peak_mb(name: str, cell: str, dtype: str, train: bool) -> float:
-    """Growth of the peak resident set over the second call, in a process of its own."""
+    """Growth of the peak resident set over one call, in a process of its own (Linux)."""
     command = [sys.executable, __file__, "--peak", json.dumps([name, cell, dtype, train])]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
+def resident_mb(field: str) -> float:
+    """VmRSS (now) or VmHWM (peak)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
+
+
 def print_peak(name: str, cell: str, dtype: str, train: bool) -> None:
+    call(METHODS[name], Case("decode B", getattr(torch, dtype), False), train)
     case = Case(cell, getattr(torch, dtype), False)
-    small = Case("decode B", getattr(torch, dtype), False)
-    call(METHODS[name], small, train)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    gc.collect()
+    before = resident_mb("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     call(METHODS[name], case, train)
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    print(resident_mb("VmHWM") - before)
 
 
 def main() -> None:
