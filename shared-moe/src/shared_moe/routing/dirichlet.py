@@ -23,27 +23,17 @@ CONCENTRATION_RANGE = (1e-3, 1e4)
 GRADIENT_LIMIT = 1e4
 
 
-class _DirichletSample(torch.autograd.Function):
-    """θ ~ Dir(a) with the implicit reparameterisation gradient dθ/da (Figurnov et al. 2018), clipped."""
+def sample_log_dirichlet(concentration_TE: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """log θ of a sample θ ~ Dir(a) of each row (T, E), in float64, differentiable in the concentrations.
 
-    @staticmethod
-    def forward(ctx, concentration_TE: Tensor, generator: torch.Generator | None) -> Tensor:
-        theta_TE = torch.ops.aten._sample_dirichlet(concentration_TE, generator)
-        ctx.save_for_backward(theta_TE, concentration_TE)
-        return theta_TE
-
-    @staticmethod
-    def backward(ctx, grad_TE: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        theta_TE, concentration_TE = ctx.saved_tensors
-        total_TE = concentration_TE.sum(-1, keepdim=True).expand_as(concentration_TE).contiguous()
-        implicit = torch.ops.aten._dirichlet_grad(theta_TE, concentration_TE, total_TE)
-        centred = grad_TE - (theta_TE * grad_TE).sum(-1, keepdim=True)
-        return (implicit * centred).clamp(-GRADIENT_LIMIT, GRADIENT_LIMIT), None
-
-
-def sample_dirichlet(concentration_TE: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """A differentiable sample of each row's Dirichlet, in float64."""
-    return _DirichletSample.apply(concentration_TE.to(torch.float64), generator)
+    Normalised Gammas, Gamma(a) = Gamma(a + 1) U^(1/a), taken in logarithms: at a = 1e-3 a Gamma is often below the
+    smallest double, its logarithm is not. The gradient is implicit through Gamma(a + 1) (Figurnov et al. 2018) and
+    explicit through U^(1/a). A row with a NaN comes back as NaN.
+    """
+    a = concentration_TE.to(torch.float64)
+    gamma = torch.ops.aten._standard_gamma(torch.where(a.isfinite(), a, 1.0) + 1, generator)
+    u = 1 - torch.rand(a.shape, dtype=a.dtype, device=a.device, generator=generator)
+    return (gamma.log() + u.log() / a).log_softmax(-1)
 
 
 def dirichlet_kl(a_TE: Tensor, b_TE: Tensor) -> Tensor:
@@ -53,20 +43,25 @@ def dirichlet_kl(a_TE: Tensor, b_TE: Tensor) -> Tensor:
     return log_gammas + ((a_TE - b_TE) * (a_TE.digamma() - A.digamma()[..., None])).sum(-1)
 
 
-def relaxed_bernoulli(
-    logits_TE: Tensor, temperature: float, generator: torch.Generator | None = None
-) -> Tensor:
-    """σ((l + g) / τ) with logistic g: P(z > 1/2) = σ(l) at every temperature."""
-    u = torch.empty_like(logits_TE).uniform_(generator=generator)
-    tiny = torch.finfo(u.dtype).tiny
-    u = u.clamp(tiny, 1 - torch.finfo(u.dtype).eps)
-    return torch.sigmoid((logits_TE + u.log() - (-u).log1p()) / temperature)
+def relaxed_gates(logits_TE: Tensor, temperature: float, generator: torch.Generator | None = None) -> Tensor:
+    """(l + g) / τ with logistic g. The relaxed gate z is its sigmoid: P(z > 1/2) = σ(l) at every temperature."""
+    u = torch.rand(logits_TE.shape, dtype=torch.float64, device=logits_TE.device, generator=generator)
+    noise_TE = torch.logit(u, eps=torch.finfo(u.dtype).eps / 2).to(logits_TE.dtype)
+    return (logits_TE + noise_TE) / temperature
 
 
-def _log_mix(log_z_TE: Tensor, theta_TE: Tensor) -> Tensor:
-    """log of r = z θ / Σ z θ."""
-    log_r = log_z_TE + theta_TE.clamp_min(torch.finfo(theta_TE.dtype).tiny).log()
-    return log_r - log_r.logsumexp(1, keepdim=True)
+def mix_weights(gates_TE: Tensor, log_theta_TE: Tensor) -> Tensor:
+    """log r of r = z θ / Σ z θ for z = σ(gates), rows normalised; exact where z or θ is below the smallest float."""
+    return (nnf.logsigmoid(gates_TE) + log_theta_TE).log_softmax(1)
+
+
+def _clip(grad: Tensor) -> Tensor:
+    return grad.clamp(-GRADIENT_LIMIT, GRADIENT_LIMIT)
+
+
+def _token_mean(value_T: Tensor) -> Tensor:
+    """The mean over tokens; 0 of none."""
+    return value_T.sum() / max(1, value_T.shape[0])
 
 
 class DirichletRouter(nn.Module):
@@ -77,12 +72,19 @@ class DirichletRouter(nn.Module):
     mass, variance   mean and variance of the prior's mass on the active set; they fix a_hi / a_lo and λ
     mode             dense: training runs all experts, gradients are exact; sparse: an expert runs when z >= 1/2 (or
                      the arg-max), at most k_max by z θ, r renormalised over what runs
-    schedule         temperature and a_lo as functions of `step`; without one they stay at `temperature` and a_hi/ratio
-    top_k            at inference keep exactly this many of the largest r; else all open gates
+    schedule         temperature, a_lo and λ as functions of `step`; without one they stay at `temperature`, a_hi / ratio
+                     and `scale`
+    top_k            at inference keep exactly this many of the largest r (weight 0 when fewer gates are open); else
+                     all open gates
+
+    The prior's levels are a_hi = ratio and, at the end of the schedule, a_lo = 1, both times λ = scale.
 
     In evaluation no random number is drawn: z_i = 1[l_i > 0] (at least the arg-max), θ = the Dirichlet's mean.
-    `losses` holds kl, sparsity, reconstruction (and gate_kl), each a mean over tokens; `auxiliary_loss` weighs them:
-    β_θ kl + λ_s sparsity + w_r reconstruction + β_z gate_kl.
+    `losses` holds kl, sparsity, reconstruction (and gate_kl when beta_z is not 0), each a mean over tokens;
+    `auxiliary_loss` weighs them: β_θ kl + λ_s sparsity + w_r reconstruction + β_z gate_kl, times aux_weight.
+    A token with a NaN gets weight NaN, in training and in evaluation.
+
+    Raises `InputError` for numbers out of range, `ShapeError` for tokens that are not (T, dim).
     """
 
     step: Tensor
@@ -106,6 +108,7 @@ class DirichletRouter(nn.Module):
         sparsity_weight: float = 0.01,
         reconstruction_weight: float = 0.01,
         beta_z: float = 0.0,
+        aux_weight: float = 1.0,
         generator: torch.Generator | None = None,
     ):
         super().__init__()
@@ -115,21 +118,26 @@ class DirichletRouter(nn.Module):
             raise InputError(f"mode is {mode!r}; expected dense or sparse")
         if top_k is not None and not 1 <= top_k <= num_experts:
             raise InputError(f"top_k is {top_k} of {num_experts} experts; expected 1 <= top_k <= num_experts")
-        self.num_experts, self.k, self.mode, self.top_k = num_experts, k, mode, top_k
-        self.k_max = min(num_experts, k_max if k_max is not None else max(1, round(2 * k)))
+        if k_max is not None and not 1 <= k_max <= num_experts:
+            raise InputError(f"k_max is {k_max} of {num_experts} experts; expected 1 <= k_max <= num_experts")
+        for name, value in (("temperature", temperature), ("ratio", ratio), ("scale", scale)):
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(f"{name} is {value}; expected a positive number")
         if k == num_experts:
             ratio, scale = ratio or 1.0, scale or 1.0
         if ratio is None:
             ratio = ratio_from_mass(mass, num_experts, k)
         if scale is None:
             scale = scale_from_variance(mass, variance, num_experts, k)
+        self.num_experts, self.k, self.mode, self.top_k = num_experts, k, mode, top_k
+        self.k_max = k_max or min(num_experts, max(1, round(2 * k)))
         self.ratio, self.scale = ratio, scale
         self.schedule, self.temperature = schedule, temperature
-        self.beta_theta, self.beta_z = beta_theta, beta_z
+        self.beta_theta, self.beta_z, self.aux_weight = beta_theta, beta_z, aux_weight
         self.sparsity_weight, self.reconstruction_weight = sparsity_weight, reconstruction_weight
+        self.share = min(k / num_experts, 1 - 1e-4)
         self.weight = nn.Parameter(torch.empty(num_experts, dim).normal_(0, 0.02, generator=generator))
-        share = min(k / num_experts, 1 - 1e-4)
-        self.bias = nn.Parameter(torch.full((num_experts,), math.log(share / (1 - share))))
+        self.bias = nn.Parameter(torch.full((num_experts,), math.log(self.share / (1 - self.share))))
         self.high = nn.Parameter(torch.zeros(num_experts, dim))
         self.low = nn.Parameter(torch.zeros(num_experts, dim))
         self.decoder = nn.Parameter(torch.zeros(dim, num_experts))
@@ -137,22 +145,24 @@ class DirichletRouter(nn.Module):
 
     def prior(self, z_TE: Tensor) -> Tensor:
         """a_p = λ (z a_hi + (1 - z) a_lo), the prior's concentrations for this mask."""
-        a_hi, a_lo = self._levels()
-        return (self.scale * (z_TE * a_hi + (1 - z_TE) * a_lo)).clamp(*CONCENTRATION_RANGE)
+        high, low = self._levels()
+        return (z_TE * high + (1 - z_TE) * low).clamp(*CONCENTRATION_RANGE)
 
     def posterior(self, x_TD: Tensor, z_TE: Tensor) -> Tensor:
         """a_q = λ (z a_hi(x) + (1 - z) a_lo(x)); equal to the prior until the heads have learned."""
-        a_hi, a_lo = self._levels()
-        unit = math.log(2)
-        high_TE = a_hi * nnf.softplus(gate_logits(x_TD, self.high)) / unit
-        low_TE = a_lo * nnf.softplus(gate_logits(x_TD, self.low)) / unit
-        return (self.scale * (z_TE * high_TE + (1 - z_TE) * low_TE)).clamp(*CONCENTRATION_RANGE)
+        high, low = self._levels()
+        unit = math.log(2)  # softplus(0)
+        high_TE = high * nnf.softplus(gate_logits(x_TD, self.high)) / unit
+        low_TE = low * nnf.softplus(gate_logits(x_TD, self.low)) / unit
+        return (z_TE * high_TE + (1 - z_TE) * low_TE).clamp(*CONCENTRATION_RANGE)
 
     def _levels(self) -> tuple[float, float]:
-        a_hi = self.ratio
+        """λ a_hi and λ a_lo at this step."""
         if self.schedule is None:
-            return a_hi, a_hi / self.ratio
-        return a_hi, self.schedule.a_lo(int(self.step), a_hi, self.ratio)
+            return self.scale * self.ratio, self.scale
+        step = int(self.step)
+        scale = self.schedule.scale(step, self.scale)
+        return scale * self.ratio, scale * self.schedule.a_lo(step, self.ratio, self.ratio)
 
     def current_temperature(self) -> float:
         return self.temperature if self.schedule is None else self.schedule.temperature(int(self.step))
@@ -162,57 +172,60 @@ class DirichletRouter(nn.Module):
         logits_TE = gate_logits(x_TD, self.weight, self.bias)
         if not self.training:
             return self._decide(x_TD, logits_TE)
-        z_TE = relaxed_bernoulli(logits_TE, self.current_temperature(), generator)
+        gates_TE = relaxed_gates(logits_TE, self.current_temperature(), generator)
+        z_TE = gates_TE.sigmoid()
         a_q, a_p = self.posterior(x_TD, z_TE), self.prior(z_TE)
-        theta_TE = sample_dirichlet(a_q, generator).to(logits_TE.dtype)
-        log_z_TE = nnf.logsigmoid(torch.logit(z_TE, eps=torch.finfo(z_TE.dtype).eps))
-        r_TE = _log_mix(log_z_TE, theta_TE).exp()
+        if a_q.requires_grad:
+            a_q.register_hook(_clip)
+        log_r_TE = mix_weights(gates_TE, sample_log_dirichlet(a_q, generator))
+        r_TE = log_r_TE.exp().to(logits_TE.dtype)
+        rebuilt_TD = gate_logits(r_TE, self.decoder)
         losses = {
-            "kl": dirichlet_kl(a_q.double(), a_p.double()).mean().to(logits_TE.dtype),
-            "sparsity": (z_TE.sum(1) - self.k).square().mean(),
-            "reconstruction": nnf.mse_loss(
-                r_TE @ self.decoder.t().to(r_TE.dtype), x_TD.detach().to(r_TE.dtype)
-            ),
+            "kl": _token_mean(dirichlet_kl(a_q.double(), a_p.double())).to(logits_TE.dtype),
+            "sparsity": _token_mean((z_TE.sum(1) - self.k).square()),
+            "reconstruction": _token_mean((rebuilt_TD - x_TD.detach()).square().mean(1)),
         }
         if self.beta_z:
             losses["gate_kl"] = self._gate_kl(logits_TE)
         if self.mode == "dense":
             return Routing(_all_experts(r_TE), r_TE, r_TE, logits_TE, losses)
-        ids_TK, weights_TK = self._sparsify(z_TE, theta_TE, r_TE)
-        return Routing(ids_TK, weights_TK, r_TE, logits_TE, losses)
+        ids_TK, weights_TK = self._sparsify(gates_TE, log_r_TE)
+        return Routing(ids_TK, weights_TK.to(logits_TE.dtype), r_TE, logits_TE, losses)
 
     def _gate_kl(self, logits_TE: Tensor) -> Tensor:
         """KL of Bernoulli(σ(l)) against Bernoulli(k/E), summed over experts, mean over tokens."""
         p = torch.sigmoid(logits_TE)
-        share = self.k / self.num_experts
-        first = p * (nnf.logsigmoid(logits_TE) - math.log(share))
-        second = (1 - p) * (nnf.logsigmoid(-logits_TE) - math.log1p(-share))
-        return (first + second).sum(1).mean()
+        first = p * (nnf.logsigmoid(logits_TE) - math.log(self.share))
+        second = (1 - p) * (nnf.logsigmoid(-logits_TE) - math.log1p(-self.share))
+        return _token_mean((first + second).sum(1))
 
-    def _sparsify(self, z_TE: Tensor, theta_TE: Tensor, r_TE: Tensor) -> tuple[Tensor, Tensor]:
-        runs = z_TE >= 0.5
-        runs = runs.scatter(1, z_TE.argmax(1, keepdim=True), True)
-        score_TE = torch.where(runs, (z_TE * theta_TE).detach(), -1.0)
+    def _sparsify(self, gates_TE: Tensor, log_r_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts with z >= 1/2, at least the arg-max, at most k_max by z θ; r renormalised over them."""
+        runs_TE = (gates_TE >= 0).scatter(1, gates_TE.argmax(1, keepdim=True), True)
+        score_TE = log_r_TE.detach().masked_fill(~runs_TE, -math.inf)
         ids_TK = stable_top_k(score_TE, self.k_max)
-        kept = score_TE.gather(1, ids_TK) >= 0
-        weights_TK = r_TE.gather(1, ids_TK) * kept
-        weights_TK = weights_TK / weights_TK.sum(1, keepdim=True).clamp_min(torch.finfo(r_TE.dtype).tiny)
-        return torch.where(kept, ids_TK, -1), weights_TK
+        kept_TK = runs_TE.gather(1, ids_TK)
+        weights_TK = log_r_TE.gather(1, ids_TK).masked_fill(~kept_TK, -math.inf).softmax(1)
+        return torch.where(kept_TK, ids_TK, -1), weights_TK
 
     def _decide(self, x_TD: Tensor, logits_TE: Tensor) -> Routing:
-        open_TE = (logits_TE > 0).scatter(1, logits_TE.argmax(1, keepdim=True), True).to(logits_TE.dtype)
-        a_q = self.posterior(x_TD, open_TE)
-        r_TE = open_TE * a_q / (open_TE * a_q).sum(1, keepdim=True)
+        """Without noise: the gates whose logit is positive, at least the arg-max, weighted by the Dirichlet's mean."""
+        open_TE = (logits_TE > 0).scatter(1, logits_TE.argmax(1, keepdim=True), True)
+        a_q = self.posterior(x_TD, open_TE.to(logits_TE.dtype))
+        r_TE = open_TE * a_q
+        r_TE = r_TE / r_TE.sum(1, keepdim=True)
         if self.top_k is None:
-            ids = torch.where(r_TE > 0, _all_experts(r_TE), -1)
-            return Routing(ids, r_TE, r_TE, logits_TE)
-        scored = r_TE + a_q / a_q.sum(1, keepdim=True) * (open_TE == 0) * torch.finfo(r_TE.dtype).eps
-        ids_TK = stable_top_k(scored, self.top_k)
+            return Routing(torch.where(open_TE, _all_experts(r_TE), -1), r_TE, r_TE, logits_TE)
+        closed_last_TE = torch.where(open_TE, r_TE, -1 / a_q)
+        ids_TK = stable_top_k(closed_last_TE, self.top_k)
         weights_TK = r_TE.gather(1, ids_TK)
         return Routing(ids_TK, weights_TK / weights_TK.sum(1, keepdim=True), r_TE, logits_TE)
 
     def auxiliary_loss(self, routing: Routing) -> Tensor:
-        """β_θ kl + λ_s sparsity + w_r reconstruction (+ β_z gate_kl) of a training routing; 0 in evaluation."""
+        """aux_weight (β_θ kl + λ_s sparsity + w_r reconstruction + β_z gate_kl) of a routing; 0 in evaluation.
+
+        Add one per layer to the task's loss.
+        """
         weights = {
             "kl": self.beta_theta,
             "sparsity": self.sparsity_weight,
@@ -222,7 +235,7 @@ class DirichletRouter(nn.Module):
         total = routing.logits_TE.new_zeros(())
         for name, value in routing.losses.items():
             total = total + weights[name] * value
-        return total
+        return self.aux_weight * total
 
 
 def _all_experts(r_TE: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from shared_moe.errors import InputError
 def _check_counts(num_experts: int, k: float) -> None:
     if int(k) != k or not 0 < k < num_experts:
         raise InputError(
-            f"k is {k} of {num_experts} experts; the calibration needs a whole number, 0 < k < E"
+            f"k is {k} of {num_experts} experts; the calibration needs a whole number, 0 < k < E "
+            "(else set ratio and scale directly)"
         )
 
 
