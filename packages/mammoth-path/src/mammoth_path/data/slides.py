@@ -53,7 +53,7 @@ class Slide:
         self.downsamples: tuple[float, ...] = self._handle.level_downsamples
         self.associated: list[str] = list(self._handle.associated_images)
         self.vendor = self.properties.get("openslide.vendor", "plain image")
-        self.bounds_px = _bounds(self.properties)
+        self.bounds_px = find_bounds(self.properties)
         self.power = _number(self.properties.get("openslide.objective-power"))
         self.scale = find_scale(self.properties, self.power, mpp)
 
@@ -236,7 +236,7 @@ def _with_margin(start: float, length: float, limit: int) -> tuple[int, int]:
     return first, last
 
 
-def _bounds(properties: dict[str, str]) -> tuple[int, int, int, int] | None:
+def find_bounds(properties: dict[str, str]) -> tuple[int, int, int, int] | None:
     found = [properties.get(f"openslide.bounds-{side}", "") for side in ("x", "y", "width", "height")]
     if not all(text.isdigit() for text in found):
         return None
