@@ -43,3 +43,20 @@ def tissue_picture(size: int = 1024, *, spot: tuple[int, int] | None = None, see
         x, y = spot
         pixels[y : y + 128, x : x + 128] = (60, 30, 120)
     return pixels
+
+
+def damaged_slide(path: Path, pixels: np.ndarray | None = None) -> Path:
+    """One level of JPEG tiles (256 px, 0.5 um/px) whose first tile holds zeros instead of its bytes."""
+    with tifffile.TiffWriter(path) as tif:
+        tif.write(
+            tissue_picture() if pixels is None else pixels,
+            tile=(256, 256), photometric="rgb", compression="jpeg", metadata=None,
+            description="Aperio Image Library v12\n1024x1024|AppMag = 20|MPP = 0.5",
+        )  # fmt: skip
+    with tifffile.TiffFile(path) as tif:
+        page = tif.pages[0]
+        offset, count = page.dataoffsets[0], page.databytecounts[0]
+    data = bytearray(path.read_bytes())
+    data[offset : offset + count] = bytes(count)
+    path.write_bytes(data)
+    return path

@@ -55,8 +55,10 @@ def test_inspect(tmp_path):
 
 
 def test_the_fields_words_are_understood(tmp_path):
-    call("tile", SLIDE, "--job_dir", tmp_path, "--mag", "10", "--patch_size", "128")
+    call("tile", "--wsi_dir", SLIDE.parent, "--job_dir", tmp_path, "--mag", "10", "--patch_size", "128")
     assert (tmp_path / "10x_128px_0px_overlap" / "patches" / "cmu_small_region_patches.h5").is_file()
+    code, message = fails("tile", SLIDE, "--wsi-dir", SLIDE.parent, "--job-dir", tmp_path)
+    assert (code, "--wsi-dir" in message) == (2, True)
 
 
 def test_encode_train_predict_heatmap(job, tmp_path):
@@ -113,6 +115,8 @@ def test_features_of_another_encoder_name_the_one_that_fits(tmp_path):
         (("predict", "absent.h5", "--model", "ucsb-breast"), 3, "no such file"),
         (("predict", "a.h5", "--model", "none"), 2, "ucsb-breast"),
         (("encode", SLIDE, "--encoder", "nothing"), 2, "densenet121-capricorn"),
+        (("encode", SLIDE, "--encoder", "efficientnet-lite0", "--device", "nothing"), 2, "--device cpu"),
+        (("encode",), 2, "--wsi-dir"),
         (("train",), 2, "--preset NAME"),
         (("train", "--preset", "nothing"), 2, "ucsb-breast"),
     ],

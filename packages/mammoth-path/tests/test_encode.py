@@ -1,9 +1,14 @@
 import csv
+import errno
+import subprocess
+import sys
+import time
+from dataclasses import replace
 
 import h5py
 import numpy as np
 import pytest
-from pyramids import tissue_picture, write_pyramid
+from pyramids import damaged_slide, tissue_picture, write_pyramid
 
 from mammoth_path import encode
 from mammoth_path.data.encoders import Encoder
@@ -100,23 +105,126 @@ def test_one_bad_slide_costs_only_itself(slides, tmp_path, encoder):
     assert "no tissue" in rows(tmp_path / "job" / "encode_table.csv")["white"]["message"]
 
 
-def test_a_tile_that_cannot_be_decoded_is_left_out(tmp_path, encoder):
-    import tifffile
-
-    path = tmp_path / "damaged.svs"
-    with tifffile.TiffWriter(path) as tif:
-        tif.write(
-            tissue_picture(), tile=(256, 256), photometric="rgb", compression="jpeg", metadata=None,
-            description="Aperio Image Library v12\n1024x1024|AppMag = 20|MPP = 0.5",
-        )  # fmt: skip
-    with tifffile.TiffFile(path) as tif:
-        page = tif.pages[0]
-        offset, count = page.dataoffsets[0], page.databytecounts[0]
-    data = bytearray(path.read_bytes())
-    data[offset : offset + count] = bytes(count)
-    path.write_bytes(data)
+def test_a_tile_that_cannot_be_decoded_is_left_out_and_counted(tmp_path, encoder):
+    """Also where there is no other level: the overview cannot show it, so it is tried."""
+    path = damaged_slide(tmp_path / "damaged.svs")
     (result,) = encode_slides([path], tmp_path / "job", encoder, TileOptions(0.5, 256, 0, 0.0))
     assert (result.status, result.tiles, result.unreadable_tiles) == ("done", 15, 1)
+    (result,) = encode_slides([path], tmp_path / "tissue", encoder, TileOptions(0.5, 256))
+    assert (result.status, result.tiles, result.unreadable_tiles) == ("done", 4, 1)
+
+
+def test_a_fault_of_the_file_system_costs_one_slide(slides, tmp_path, encoder, monkeypatch):
+    real = encode.open_slide
+
+    def stalling(path, mpp):
+        if path.stem == "a":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, mpp)
+
+    monkeypatch.setattr(encode, "open_slide", stalling)
+    results = encode_slides(slides, tmp_path / "job", encoder, OPTIONS)
+    assert [r.status for r in results] == ["failed", "done"]
+    assert "Input/output error" in results[0].message
+
+
+def test_the_table_is_on_disk_after_every_slide(slides, tmp_path):
+    seen = []
+
+    def network(x):
+        table = tmp_path / "job" / "encode_table.csv"
+        seen.append(set(rows(table)) if table.is_file() else set())
+        return x.mean((2, 3))
+
+    encode_slides(slides, tmp_path / "job", Encoder("mean-colour", 3, 64, network), OPTIONS)
+    assert seen[0] == set()
+    assert seen[-1] == {"a"}
+
+
+def test_a_damaged_chunk_is_encoded_again(slides, tmp_path, encoder, monkeypatch):
+    monkeypatch.setattr(encode, "CHUNK", 16)
+    real = encode.write_features
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(encode, "write_features", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        encode_slides(slides[:1], tmp_path / "job", encoder, OPTIONS)
+    (first, *_) = sorted((tmp_path / "job").rglob("*.npz"))
+    first.write_bytes(first.read_bytes()[:50])
+    monkeypatch.setattr(encode, "write_features", real)
+    encode_slides(slides[:1], tmp_path / "job", encoder, OPTIONS)
+    encode_slides(slides[:1], tmp_path / "whole", encoder, OPTIONS)
+    (found,), (expected,) = ((tmp_path / name).rglob("a.h5") for name in ("job", "whole"))
+    assert found.read_bytes() == expected.read_bytes()
+
+
+def test_other_weights_under_the_same_name_are_refused(slides, tmp_path, encoder):
+    encode_slides(slides[:1], tmp_path / "job", replace(encoder, weights_sha256="aa"), OPTIONS)
+    (result,) = encode_slides(slides[:1], tmp_path / "job", replace(encoder, weights_sha256="bb"), OPTIONS)
+    assert result.status == "failed"
+    assert "the encoder's weights differ" in result.message
+
+
+def test_a_doubtful_scale_is_in_the_table(tmp_path, encoder):
+    path = write_pyramid(tmp_path / "odd.svs", tissue_picture(), mpp=0.5, power=40)
+    (result,) = encode_slides([path], tmp_path / "job", encoder, OPTIONS)
+    assert result.status == "done"
+    assert (
+        "does not go with an objective of 40x"
+        in rows(tmp_path / "job" / "encode_table.csv")["odd"]["message"]
+    )
+
+
+SLOW_RUN = """
+import sys, time
+from pathlib import Path
+from mammoth_path import encode
+from mammoth_path.data.encoders import Encoder
+
+calls = []
+
+def slow(x):
+    calls.append(1)
+    if len(calls) > 2:
+        time.sleep(600)
+    return x.mean((2, 3))
+
+encode.CHUNK = 16
+slides = encode.find_slides(Path(sys.argv[1]))
+options = encode.TileOptions(mpp=0.5, size_px=64)
+encode.encode_slides(slides, Path(sys.argv[2]), Encoder("mean-colour", 3, 64, slow), options)
+"""
+
+
+def test_a_killed_run_resumes_to_the_same_bytes(slides, tmp_path, encoder, monkeypatch):
+    job = tmp_path / "job"
+    running = subprocess.Popen([sys.executable, "-c", SLOW_RUN, slides[0].parent, job])
+    deadline = time.monotonic() + 120
+    while len(list(job.rglob("*.npz"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    running.kill()
+    running.wait()
+    chunks = {p.name: p.read_bytes() for p in job.rglob("*.npz")}
+    assert len(chunks) == 2
+    assert not list(job.rglob("a.h5"))
+    (left_over := next(job.rglob("a.partial")).parent / ".a.h5.123.tmp").write_bytes(b"half a file")
+
+    monkeypatch.setattr(encode, "CHUNK", 16)
+    tiles = []
+
+    def counting(x):
+        tiles.append(len(x))
+        return mean_colour(x)
+
+    encode_slides(slides, job, replace(encoder, network=counting), OPTIONS)
+    assert sum(tiles) == 2 * 64 - 16 * len(chunks)
+    encode_slides(slides, tmp_path / "whole", encoder, OPTIONS)
+    for name in ("a", "b"):
+        (found,), (expected,) = (f.rglob(f"{name}.h5") for f in (job, tmp_path / "whole"))
+        assert found.read_bytes() == expected.read_bytes()
+    assert not left_over.exists()
 
 
 def test_a_busy_folder_and_a_full_disk_end_the_run(slides, tmp_path, encoder, monkeypatch):

@@ -1,7 +1,6 @@
 """`mammoth-path`: from a slide to a prediction, one command a step."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,10 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-Source = Annotated[Path, typer.Argument(help="A slide, or a folder of slides.", show_default=False)]
+Source = Annotated[Path | None, typer.Argument(help="A slide, or a folder of slides.", show_default=False)]
+WsiDir = Annotated[
+    Path | None, typer.Option("--wsi-dir", "--wsi_dir", help="The same, as an option.", show_default=False)
+]
 Mpp = Annotated[
     float | None, typer.Option(help="Microns per pixel of the finest level, where the file does not say.")
 ]
@@ -53,6 +55,7 @@ def inspect(
             "file": str(slide),
             "vendor": opened.vendor,
             "size_px": [opened.width_px, opened.height_px],
+            "bounds_px": opened.bounds_px,
             "levels_px": [list(size) for size in opened.level_sizes_px],
             "mpp_um": opened.mpp_um,
             "mpp_source": opened.scale.source,
@@ -74,7 +77,8 @@ def inspect(
 
 @app.command(epilog="Example: `mammoth-path tile slides/ --job-dir job --tile-mpp 0.5`")
 def tile(
-    source: Source,
+    source: Source = None,
+    wsi_dir: WsiDir = None,
     job_dir: JobDir = Path("mammoth-job"),
     mpp: Mpp = None,
     tile_mpp: TileMpp = 0.5,
@@ -87,12 +91,14 @@ def tile(
     from mammoth_path.encode import find_slides, tile_slides
 
     options = _tile_options(tile_mpp, mag, patch_size, overlap, min_tissue)
-    _finish(tile_slides(find_slides(source), job_dir, options, mpp), job_dir / "tile_table.csv")
+    slides = find_slides(_source(source, wsi_dir))
+    _finish(tile_slides(slides, job_dir, options, mpp), job_dir / "tile_table.csv")
 
 
 @app.command(epilog="Example: `mammoth-path encode slides/ --job-dir job --encoder efficientnet-lite0`")
 def encode(
-    source: Source,
+    source: Source = None,
+    wsi_dir: WsiDir = None,
     job_dir: JobDir = Path("mammoth-job"),
     encoder: EncoderName = "densenet121-capricorn",
     encoder_weights: EncoderWeights = None,
@@ -104,14 +110,17 @@ def encode(
     overlap: Overlap = 0,
     min_tissue: MinTissue = 0.25,
     half: Annotated[bool, typer.Option(help="Store features in float16.")] = False,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, cuda:1, mps; auto takes a GPU if there is one.")
+    ] = "auto",
 ) -> None:
     """Tile and encode every slide to features (.h5). Run it again to go on where it stopped."""
     from mammoth_path.data.encoders import load_encoder
     from mammoth_path.encode import encode_slides, find_slides
 
-    slides = find_slides(source)
+    slides = find_slides(_source(source, wsi_dir))
     options = _tile_options(tile_mpp, mag, patch_size, overlap, min_tissue)
-    loaded = load_encoder(encoder, encoder_weights, download=download)
+    loaded = load_encoder(encoder, encoder_weights, download=download).to(_device(device))
     results = encode_slides(slides, job_dir, loaded, options, mpp=mpp, half=half)
     _finish(results, job_dir / "encode_table.csv")
 
@@ -251,6 +260,21 @@ def demo(
     typer.echo(run_demo(output))
 
 
+def _source(source: Path | None, wsi_dir: Path | None) -> Path:
+    found = source or wsi_dir
+    if found is None or (source and wsi_dir):
+        raise InputError("give one slide or folder of slides, as argument or as --wsi-dir")
+    return found
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _tile_options(tile_mpp: float, mag: float | None, patch_size: int, overlap: int, min_tissue: float):
     from mammoth_path.data.tiles import mpp_of_power
     from mammoth_path.encode import TileOptions
@@ -261,10 +285,10 @@ def _tile_options(tile_mpp: float, mag: float | None, patch_size: int, overlap: 
 def _finish(results, table: Path) -> None:
     """Print a line a slide; a failed slide makes the exit code 1."""
     for result in results:
-        facts = asdict(result)
-        typer.echo(
-            f"{facts['status']:8} {facts['slide']}: {facts['message'] or str(facts['tiles']) + ' tiles'}"
-        )
+        tiles = f"{result.tiles} tiles" if result.status != "failed" else ""
+        lost = f"{result.unreadable_tiles} more cannot be read" if result.unreadable_tiles else ""
+        facts = "; ".join(part for part in (tiles, lost, result.message) if part)
+        typer.echo(f"{result.status:8} {result.slide}: {facts}")
     typer.echo(table)
     failed = [r for r in results if r.status == "failed"]
     if failed:

@@ -1,9 +1,13 @@
 """From slides to features: tile, encode, write; resume where a run stopped; one bad slide costs only itself."""
 
 import csv
+import errno
+import glob
+import hashlib
 import json
+import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,11 +30,12 @@ SUFFIXES = {
 }
 BATCH = 16
 CHUNK = 64
+WEIGHTS = "encoder_weights_sha256"
 
 
 @dataclass(frozen=True)
 class SlideResult:
-    """One row of a run's table. status: done, resumed (was there already), failed."""
+    """One row of a run's table. status: done, resumed (was there already), failed. message: the fault, or a warning."""
 
     slide: str
     status: str
@@ -49,6 +54,9 @@ class TileOptions:
     size_px: int = 256
     overlap_px: int = 0
     min_tissue: float = 0.25
+
+
+Work = Callable[[Path], SlideResult]
 
 
 def find_slides(source: Path) -> list[Path]:
@@ -93,12 +101,9 @@ def tile_slides(
             folder = job / grid.folder_name
             write_coords(folder / "patches" / f"{slide.name}_patches.h5", grid)
             save_figure(grid_figure(slide, grid, None), folder / "visualization" / f"{slide.name}.png")
-            return SlideResult(slide.name, "done", len(grid), 0, slide.mpp_um, slide.scale.source)
+            return SlideResult(slide.name, "done", len(grid), 0, *_scale_columns(slide))
 
-    with folder_lock(job):
-        results = [_guard(one, path) for path in track(slides, "tiling")]
-        _write_table(job / "tile_table.csv", results)
-    return results
+    return _each(slides, one, job, "tile_table.csv", "tiling")
 
 
 def encode_slides(
@@ -120,22 +125,36 @@ def encode_slides(
     def one(path: Path) -> SlideResult:
         with open_slide(path, mpp) as slide:
             grid = grid_of(slide, options)
-            target = job / grid.folder_name / f"features_{encoder.name}" / f"{slide.name}.h5"
-            about = (slide.mpp_um, slide.scale.source)
+            folder = job / grid.folder_name / f"features_{encoder.name.replace(':', '-').replace('/', '-')}"
+            target = folder / f"{slide.name}.h5"
+            about = _scale_columns(slide)
             if target.is_file():
-                done = _check_same_tiles(target, grid)
+                done = _check_same(target, grid, encoder)
                 return SlideResult(slide.name, "resumed", done, len(grid) - done, *about)
-            features, kept = _encode(slide, grid, encoder, target.with_suffix(".partial"))
-            attributes = {**grid_attributes(grid), "encoder": encoder.name}
+            for left_by_a_killed_run in folder.glob(f".{glob.escape(target.name)}.*.tmp"):
+                left_by_a_killed_run.unlink()
+            features, kept = _encode(slide, grid, encoder, folder / f"{slide.name}.partial")
+            attributes = {**grid_attributes(grid), "encoder": encoder.name, WEIGHTS: encoder.weights_sha256}
             stored = features.astype(np.float16) if half else features
             write_features(target, Bag(stored, grid.coords_N2[kept], attributes))
-            _remove(target.with_suffix(".partial"))
+            _remove(folder / f"{slide.name}.partial")
             return SlideResult(slide.name, "done", len(kept), len(grid) - len(kept), *about)
 
+    return _each(slides, one, job, "encode_table.csv", "encoding slides")
+
+
+def _each(slides: list[Path], one: Work, job: Path, table: str, description: str) -> list[SlideResult]:
+    """`one` for every slide under the folder's lock; the table is on disk after each."""
+    results: list[SlideResult] = []
     with folder_lock(job):
-        results = [_guard(one, path) for path in track(slides, "encoding slides")]
-        _write_table(job / "encode_table.csv", results)
+        for path in track(slides, description):
+            results.append(_guard(one, path))
+            _write_table(job / table, results)
     return results
+
+
+def _scale_columns(slide: Slide) -> tuple[float | None, str, str]:
+    return slide.mpp_um, slide.scale.source, slide.scale.warning or ""
 
 
 def encode_grid(slide: Slide, grid: TileGrid, encoder: Encoder) -> tuple[np.ndarray, np.ndarray]:
@@ -153,7 +172,7 @@ def encode_grid(slide: Slide, grid: TileGrid, encoder: Encoder) -> tuple[np.ndar
 
 def _encode(slide: Slide, grid: TileGrid, encoder: Encoder, partial: Path) -> tuple[np.ndarray, np.ndarray]:
     """`encode_grid` in chunks that are kept on disk until the slide is whole."""
-    signature = json.dumps([encoder.name, grid.folder_name, len(grid), int(grid.coords_N2.sum())])
+    signature = _signature(slide, grid, encoder)
     note = partial / "signature.json"
     if not note.is_file() or note.read_text() != signature:
         _remove(partial)
@@ -162,18 +181,36 @@ def _encode(slide: Slide, grid: TileGrid, encoder: Encoder, partial: Path) -> tu
     parts = []
     starts = list(range(0, len(grid), CHUNK))
     for start in track(starts, f"encoding {slide.name}"):
-        stop = min(start + CHUNK, len(grid))
         chunk = partial / f"{start:08d}.npz"
-        if not chunk.is_file():
-            features, kept = _encode_range(slide, grid, encoder, start, stop)
+        part = _read_chunk(chunk)
+        if part is None:
+            part = _encode_range(slide, grid, encoder, start, min(start + CHUNK, len(grid)))
             with atomic_path(chunk) as p, p.open("wb") as f:
-                np.savez(f, features=features, kept=kept)
-        with np.load(chunk) as saved:
-            parts.append((saved["features"], saved["kept"]))
+                np.savez(f, features=part[0], kept=part[1])
+        parts.append(part)
     kept = np.concatenate([k for _, k in parts])
     if len(kept) == 0:
         raise TileError(f"{slide.path}: none of its {len(grid)} tiles can be decoded")
     return np.concatenate([f for f, _ in parts]), kept
+
+
+def _signature(slide: Slide, grid: TileGrid, encoder: Encoder) -> str:
+    """Everything that the chunks of a slide depend on."""
+    tiles = hashlib.sha256(np.ascontiguousarray(grid.coords_N2, np.int64).tobytes()).hexdigest()
+    about = {"encoder": encoder.name, WEIGHTS: encoder.weights_sha256, "dim": encoder.dim, "chunk": CHUNK}
+    bytes_ = slide.path.stat().st_size
+    return json.dumps({**about, **grid_attributes(grid), "tiles_sha256": tiles, "slide_bytes": bytes_})
+
+
+def _read_chunk(path: Path) -> tuple[np.ndarray, np.ndarray] | None:
+    """A finished chunk; None when there is none or it was damaged."""
+    if not path.is_file():
+        return None
+    try:
+        with np.load(path) as saved:
+            return saved["features"], saved["kept"]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
 
 
 def _encode_range(
@@ -214,14 +251,16 @@ def _batches(
             yield ahead.result()
 
 
-def _check_same_tiles(target: Path, grid: TileGrid) -> int:
-    """How many tiles a finished file holds. Raises `InputError` when they are not of this grid."""
+def _check_same(target: Path, grid: TileGrid, encoder: Encoder) -> int:
+    """How many tiles a finished file holds. Raises `InputError` when they are not of this grid and encoder."""
     bag = read_features(target)
     expected = {k: v for k, v in grid_attributes(grid).items() if k != "savetodir"}
     differ = [k for k, v in expected.items() if bag.attributes.get(k) != v]
     tiles = set(map(tuple, grid.coords_N2.tolist()))
     if bag.coords_N2 is None or not tiles.issuperset(map(tuple, bag.coords_N2.tolist())):
         differ.append("coords")
+    if bag.attributes.get(WEIGHTS, encoder.weights_sha256) != encoder.weights_sha256:
+        differ.append("the encoder's weights")
     if differ:
         raise InputError(
             f"{target} was made with other options ({', '.join(differ)} differ): choose another --job-dir, or move it away"
@@ -229,14 +268,16 @@ def _check_same_tiles(target: Path, grid: TileGrid) -> int:
     return len(bag.features_ND)
 
 
-def _guard(one, path: Path) -> SlideResult:
+def _guard(one: Work, path: Path) -> SlideResult:
     """A slide's own fault becomes a row; a fault of the run (full disk, busy folder) ends it."""
     try:
         return one(path)
     except (DiskFullError, BusyError):
         raise
-    except MoeError as e:
-        return SlideResult(path.stem, "failed", message=str(e))
+    except (MoeError, OSError, MemoryError) as e:  # a network disk that stalls, a file without permission
+        if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFullError(f"{path}: no space left on the disk; free some and run again") from e
+        return SlideResult(path.stem, "failed", message=str(e) or type(e).__name__)
 
 
 def _write_table(path: Path, results: list[SlideResult]) -> None:

@@ -85,6 +85,68 @@ def test_bad_files_are_named(tmp_path):
         read_features(tmp_path / "evil.pt")
 
 
+F = np.ones((3, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"features": np.array([b"a", b"b"])}, "expected numbers"),
+        ({"features": F.astype(complex)}, "expected numbers"),
+        ({"features": np.float32(1)}, "got ()"),
+        ({"features": np.ones((2, 3, 4))}, "got (2, 3, 4)"),
+        ({"features": F, "coords": np.array([b"a", b"b", b"c"])}, "expected numbers"),
+        ({"features": F, "coords": np.full((3, 2), np.nan)}, "NaN or Inf"),
+        ({"features": F, "coords": np.ones((3, 3))}, "(3, 2)"),
+    ],
+)
+def test_contents_of_another_kind_are_named(tmp_path, content, message):
+    with h5py.File(tmp_path / "a.h5", "w") as f:
+        for key, value in content.items():
+            f[key] = value
+    with pytest.raises(InputError) as caught:
+        read_features(tmp_path / "a.h5")
+    assert str(tmp_path / "a.h5") in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_tensors_of_every_kind(tmp_path):
+    for name, saved in (
+        ("bf16", torch.ones(3, 4, dtype=torch.bfloat16)),
+        ("grad", torch.ones(3, 4, requires_grad=True)),
+        ("axis", torch.ones(1, 3, 4)),
+        ("dict", {"features": torch.ones(3, 4), "coords": torch.zeros(3, 2)}),
+    ):
+        torch.save(saved, tmp_path / f"{name}.pt")
+        assert np.array_equal(read_features(tmp_path / f"{name}.pt").features_ND, F)
+    torch.save([torch.ones(3)], tmp_path / "list.pt")
+    with pytest.raises(UnreadableError, match="holds list"):
+        read_features(tmp_path / "list.pt")
+
+
+@pytest.mark.parametrize("suffix", [".h5", ".pt"])
+def test_damaged_bytes_give_a_typed_error_or_a_sound_bag(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".h5":
+        write_features(path, a_bag(50, 40))
+    else:
+        torch.save(torch.from_numpy(a_bag(50, 40).features_ND), path)
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    refused = 0
+    for trial in range(120):
+        data = bytearray(whole[: rng.integers(len(whole))] if trial % 2 else whole)
+        for position in rng.integers(0, min(len(data), 3000) or 1, 3):
+            if data:
+                data[position] = rng.integers(256)
+        path.write_bytes(data)
+        try:
+            assert np.isfinite(read_features(path).features_ND).all()
+        except (UnreadableError, InputError):
+            refused += 1
+    assert refused >= 60
+
+
 def test_nan_and_disagreeing_lengths_are_refused(tmp_path):
     with h5py.File(tmp_path / "nan.h5", "w") as f:
         f["features"] = np.array([[1.0, 2.0], [np.nan, 1.0]])

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from pyramids import tissue_picture, write_pyramid
+from pyramids import damaged_slide, tissue_picture, write_pyramid
 
-from mammoth_path.data.slides import TileError, find_scale, open_slide
+from mammoth_path.data.slides import TileError, find_bounds, find_scale, open_slide
 from mammoth_path.demo import SLIDE
 from mammoth_path.errors import ScaleError, SlideError
 from shared_moe.errors import InputError
@@ -96,6 +96,45 @@ def test_power_and_scale_that_disagree_are_reported():
     assert find_scale({"openslide.mpp-x": "0.25"}, 40, None).warning is None
 
 
+@pytest.mark.parametrize(
+    ("resolution", "unit", "expected"),
+    [
+        ((20000, 20000), "CENTIMETER", 0.5),
+        ((50800, 50800), "INCH", 0.5),
+        (((200000, 7), (200000, 7)), "CENTIMETER", 0.35),
+        ((20000, 20000), "NONE", None),
+        ((72, 72), "INCH", None),
+    ],
+)
+def test_tiff_resolution_is_a_rational_with_a_unit(tmp_path, resolution, unit, expected):
+    import tifffile
+
+    tifffile.imwrite(
+        tmp_path / "a.tif", tissue_picture(512), tile=(256, 256), photometric="rgb", metadata=None,
+        resolution=resolution, resolutionunit=unit,
+    )  # fmt: skip
+    with open_slide(tmp_path / "a.tif") as slide:
+        assert slide.mpp_um == (None if expected is None else pytest.approx(expected))
+
+
+def test_pixels_that_are_not_square_have_no_one_scale():
+    properties = {"openslide.mpp-x": "0.5", "openslide.mpp-y": "1"}
+    scale = find_scale(properties, None, None)
+    assert scale.mpp_um is None
+    assert "not square" in scale.source
+    assert find_scale(properties, None, 0.5).mpp_um == 0.5
+    assert find_scale({**properties, "openslide.mpp-y": "0.503"}, None, None).mpp_um == 0.5
+
+
+def test_bounds_of_the_scanned_part():
+    found = {"x": "120", "y": "3", "width": "5000", "height": "4000"}
+    properties = {f"openslide.bounds-{side}": value for side, value in found.items()}
+    assert find_bounds(properties) == (120, 3, 5000, 4000)
+    assert find_bounds({}) is None
+    with open_slide(SLIDE) as slide:
+        assert slide.bounds_px is None
+
+
 def test_finer_than_the_scan_is_refused(gradient):
     with (
         open_slide(gradient) as slide,
@@ -123,24 +162,35 @@ def test_files_that_are_no_slides(tmp_path):
 
 def test_one_bad_tile_does_not_spoil_the_handle(tmp_path):
     """OpenSlide refuses a handle after an error; the slide opens the file again."""
-    import tifffile
-
-    path = tmp_path / "jpeg.svs"
-    pixels = tissue_picture()
-    with tifffile.TiffWriter(path) as tif:
-        tif.write(
-            pixels, tile=(256, 256), photometric="rgb", compression="jpeg", metadata=None,
-            description="Aperio Image Library v12\n1024x1024|AppMag = 20|MPP = 0.5",
-        )  # fmt: skip
-    with tifffile.TiffFile(path) as tif:
-        offset, count = tif.pages[0].dataoffsets[0], tif.pages[0].databytecounts[0]
-    data = bytearray(path.read_bytes())
-    data[offset : offset + count] = bytes(count)
-    path.write_bytes(data)
-    with open_slide(path) as slide:
+    with open_slide(damaged_slide(tmp_path / "jpeg.svs")) as slide:
         with pytest.raises(TileError, match="cannot be decoded"):
             slide.read(0, 0, 64, 0.5)
         assert slide.read(256, 256, 64, 0.5).mean() < 200
+
+
+def test_one_bad_tile_does_not_spoil_the_overview(tmp_path):
+    with open_slide(damaged_slide(tmp_path / "jpeg.svs")) as slide:
+        overview, unreadable = slide.overview(256)
+    assert unreadable[:63, :63].all()
+    assert not unreadable[66:].any()
+    assert not unreadable[:, 66:].any()
+    assert (overview[:60, :60] == 255).all()
+    assert overview[80:180, 80:180].mean() < 200
+
+
+@pytest.mark.parametrize("max_px", [1000, 333, 100, 37])
+def test_the_overview_has_the_slides_frame(tmp_path, max_px):
+    y, x = np.mgrid[0:700, 0:1000]
+    pixels = np.stack([x // 4, y // 4, np.full_like(x, 100)], -1).astype(np.uint8)
+    with open_slide(write_pyramid(tmp_path / "odd.svs", pixels)) as slide:
+        overview, unreadable = slide.overview(max_px)
+    height, width = unreadable.shape
+    assert (width, height) == (max_px, round(700 * max_px / 1000))
+    assert not unreadable.any()
+    centre_x, centre_y = (np.arange(width) + 0.5) * 1000 / width, (np.arange(height) + 0.5) * 700 / height
+    inside = np.s_[2:-2]
+    assert np.abs(overview[..., 0].mean(0) - (centre_x / 4 - 0.5))[inside].max() < 1
+    assert np.abs(overview[..., 1].mean(1) - (centre_y / 4 - 0.5))[inside].max() < 1
 
 
 def test_a_forked_process_opens_the_file_again(gradient):

@@ -62,8 +62,20 @@ def test_real_pens_and_empty_slides(shared_data):
         picture = np.asarray(Image.open(folder / name).convert("RGB"))
         assert pen_mask(picture).mean() > 0.05
         assert 0.5 < share(name) < 0.9
-    for name in ("no-tissue.png", "no-tissue2.png", "no-tissue-green-pen.png"):
+    for name in ("no-tissue.png", "no-tissue2.png", "no-tissue-green-pen.png", "no-tissue-line.png"):
         assert share(name) < 0.03
+    assert share("no-tissue-red-pen.png") < 0.15
+    assert 0.1 < share("wsi-blue-pen.png") < 0.4
+
+
+def test_the_pale_edge_of_a_red_mark_is_ink_and_a_few_red_cells_are_not():
+    picture = np.full((300, 300, 3), 245, np.uint8)
+    picture[50:150, 50:250] = (200, 20, 30)
+    picture[40:50, 50:250] = (240, 180, 185)
+    assert not tissue_mask(picture).any()
+    tissue = np.full((300, 300, 3), (215, 130, 150), np.uint8)
+    tissue[100:104, 100:104] = (190, 30, 40)
+    assert tissue_mask(tissue).mean() > 0.99
 
 
 def test_tiles_cover_the_tissue_in_level_0_pixels(slide):

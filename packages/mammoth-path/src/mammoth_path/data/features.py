@@ -98,17 +98,16 @@ def read_features(path: Path | str) -> Bag:
 
 
 def _read_pt(path: Path) -> Bag:
-    import pickle
-
     import torch
 
-    try:
-        tensor = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as e:
-        raise UnreadableError(f"{path}: not a tensor file, or cut short ({str(e).splitlines()[0]})") from e
-    if not isinstance(tensor, torch.Tensor):
-        raise UnreadableError(f"{path}: holds {type(tensor).__name__}; expected one tensor (N, D)")
-    return Bag(_without_batch_axis(tensor.float().numpy()))
+    from mammoth_path.data.weights import load_tensors
+
+    saved = load_tensors(path)
+    if isinstance(saved, dict):
+        saved = next((saved[name] for name in FEATURE_NAMES if name in saved), saved)
+    if not isinstance(saved, torch.Tensor):
+        raise UnreadableError(f"{path}: holds {type(saved).__name__}; expected one tensor (N, D)")
+    return Bag(_without_batch_axis(saved.detach().to_dense().float().numpy()))
 
 
 def _read_h5(path: Path) -> Bag:
@@ -120,19 +119,35 @@ def _read_h5(path: Path) -> Bag:
                 raise UnreadableError(
                     f"{path}: no dataset of features ({', '.join(FEATURE_NAMES)}); it holds {', '.join(f) or 'nothing'}"
                 )
-            features = _without_batch_axis(found[key][()].astype(np.float32))
+            features = _without_batch_axis(_numbers(found[key]).astype(np.float32))
             attributes = dict(found[key].attrs)
             coord_key = next((n for n in COORD_NAMES if n in found), None)
             coords = None
             if coord_key is not None:
-                coords = _without_batch_axis(found[coord_key][()]).astype(np.int64)
+                coords = _without_batch_axis(_numbers(found[coord_key]))
+                if not np.isfinite(coords).all():
+                    raise InputError(f"{coord_key} holds NaN or Inf; tile the slide again")
+                coords = coords.round().astype(np.int64)
                 attributes |= dict(found[coord_key].attrs)
-    except OSError as e:
-        if isinstance(e, UnreadableError):
-            raise
-        raise UnreadableError(f"{path}: not an HDF5 file, or cut short ({e})") from e
+    except (UnreadableError, InputError):
+        raise
+    except (
+        OSError,
+        RuntimeError,
+        KeyError,
+        ValueError,
+        TypeError,
+        MemoryError,
+    ) as e:  # h5py's, by where it is damaged
+        raise UnreadableError(f"{path}: not an HDF5 file, cut short or damaged ({e})") from e
     plain = {k: v.item() if isinstance(v, np.generic) else v for k, v in attributes.items()}
     return Bag(features, coords, _with_level0_size(plain))
+
+
+def _numbers(dataset: h5py.Dataset) -> np.ndarray:
+    if dataset.dtype.kind not in "iuf":
+        raise InputError(f"{dataset.name} holds {dataset.dtype}, expected numbers")
+    return dataset[()]
 
 
 def _with_level0_size(attributes: dict[str, Any]) -> dict[str, Any]:

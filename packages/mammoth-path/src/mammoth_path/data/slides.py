@@ -17,6 +17,8 @@ from shared_moe.errors import InputError
 MPP_KEYS = ("openslide.mpp-x", "aperio.MPP", "mirax.LAYER_0_LEVEL_0_SECTION.MICROMETER_PER_PIXEL_X")
 PLAUSIBLE_MPP_UM = (0.05, 20.0)
 FINER_TOLERANCE = 0.95
+SQUARE_TOLERANCE = 0.05
+BLOCK_PX, SMALLEST_BLOCK_PX = 1024, 256
 WHITE = (255, 255, 255)
 
 
@@ -37,6 +39,8 @@ class Slide:
     """A slide or a plain image. Use as a context manager; safe to use after a fork (the file is opened again).
 
     `mpp_um` is None when the file does not say and the caller did not: then only `read_level` and `thumbnail` work.
+    `bounds_px` (x, y, width, height) is the scanned part of the frame where the format says so, else None. All coordinates
+    here are of the whole frame, as OpenSlide's are; a viewer that shows only the scanned part has (x, y) to subtract.
     """
 
     def __init__(self, path: Path | str, mpp: float | None = None):
@@ -49,6 +53,7 @@ class Slide:
         self.downsamples: tuple[float, ...] = self._handle.level_downsamples
         self.associated: list[str] = list(self._handle.associated_images)
         self.vendor = self.properties.get("openslide.vendor", "plain image")
+        self.bounds_px = find_bounds(self.properties)
         self.power = _number(self.properties.get("openslide.objective-power"))
         self.scale = find_scale(self.properties, self.power, mpp)
 
@@ -79,7 +84,7 @@ class Slide:
                 f"{self.path}: {mpp:g} um/px was asked for, but the scan has {base:g} um/px; ask for at least {base:g}"
             )
         target = mpp / base
-        level = max((i for i, d in enumerate(self.downsamples) if d <= target * 1.001), default=0)
+        level = self._finer_level(target)
         down = self.downsamples[level]
         left, top, side = x_um / base / down, y_um / base / down, size_px * target / down
         if abs(side - size_px) < 1e-6 and abs(left - round(left)) < 1e-6 and abs(top - round(top)) < 1e-6:
@@ -102,14 +107,61 @@ class Slide:
         return self._region(level, x_px, y_px, width_px, height_px)
 
     def thumbnail(self, max_px: int = 1024) -> np.ndarray:
-        """The whole slide, its longer side at most `max_px`: uint8 (h, w, 3)."""
-        self._reopen_after_fork()
+        """The whole slide, its longer side at most `max_px`: uint8 (h, w, 3), white where it cannot be decoded."""
+        return self.overview(max_px)[0]
+
+    def overview(self, max_px: int = 1024) -> tuple[np.ndarray, np.ndarray]:
+        """(`thumbnail`, bool (h, w) true where it cannot be decoded).
+
+        Read block by block, so that one bad tile does not spoil it and a level of any size fits the memory.
+        Raises `TileError` when no part can be decoded.
+        """
+        scale = max(1.0, max(self.width_px, self.height_px) / max_px)
+        level = self._finer_level(scale)
+        width, height = self.level_sizes_px[level]
+        step = max(1, max(width, height) // max_px)
+        canvas = Image.new("RGB", (-(-width // step), -(-height // step)), WHITE)
+        bad = Image.new("L", canvas.size, 0)
+        block = step * max(1, BLOCK_PX // step)
+        for y in range(0, height, block):
+            for x in range(0, width, block):
+                size = (min(block, width - x), min(block, height - y))
+                self._paste_block(level, (x, y), size, step, canvas, bad)
+        if bad.getextrema() == (255, 255):
+            raise TileError(f"{self.path}: the overview cannot be decoded")
+        final = (max(1, round(self.width_px / scale)), max(1, round(self.height_px / scale)))
+        box = (0, 0, width / step, height / step)
+        rgb = canvas.resize(final, Image.Resampling.BILINEAR, box=box)
+        return np.asarray(rgb), np.asarray(bad.resize(final, Image.Resampling.BILINEAR, box=box)) > 0
+
+    def _paste_block(
+        self,
+        level: int,
+        corner: tuple[int, int],
+        size: tuple[int, int],
+        step: int,
+        canvas: Image.Image,
+        bad: Image.Image,
+    ) -> None:
+        """One block of a level, `step` times smaller, onto the canvas; one that fails is tried again in quarters."""
+        (x, y), (width, height) = corner, size
         try:
-            image = self._handle.get_thumbnail((max_px, max_px))
-        except (openslide.OpenSlideError, OSError) as e:
-            self._reopen()
-            raise TileError(f"{self.path}: the overview cannot be decoded ({e})") from e
-        return np.asarray(_on_white(image))
+            pixels = Image.fromarray(self._region(level, x, y, width, height))
+        except TileError:
+            half = step * max(1, -(-max(size) // (2 * step)))
+            if max(size) <= max(SMALLEST_BLOCK_PX, step):
+                bad.paste(255, (x // step, y // step, -(-(x + width) // step), -(-(y + height) // step)))
+                return
+            for top in range(0, height, half):
+                for left in range(0, width, half):
+                    part = (min(half, width - left), min(half, height - top))
+                    self._paste_block(level, (x + left, y + top), part, step, canvas, bad)
+            return
+        canvas.paste(pixels.reduce(step), (x // step, y // step))
+
+    def _finer_level(self, downsample: float) -> int:
+        """The coarsest level that still has the detail of `downsample`."""
+        return max((i for i, d in enumerate(self.downsamples) if d <= downsample * 1.001), default=0)
 
     def _region(self, level: int, x: int, y: int, width: int, height: int) -> np.ndarray:
         self._reopen_after_fork()
@@ -166,6 +218,9 @@ def find_scale(properties: dict[str, str], power: float | None, given_mpp: float
             continue
         if not low <= mpp <= high:
             return Scale(None, f"{key} says {mpp:g} um/px, which no microscope has")
+        mpp_y = _number(properties.get("openslide.mpp-y")) or mpp
+        if abs(mpp / mpp_y - 1) > SQUARE_TOLERANCE:
+            return Scale(None, f"its pixels are not square ({mpp:g} um wide, {mpp_y:g} um high)")
         return Scale(mpp, key, _disagreement(mpp, power))
     return Scale(None, "the file does not say its scale")
 
@@ -179,6 +234,14 @@ def _with_margin(start: float, length: float, limit: int) -> tuple[int, int]:
     if start + length <= limit:
         last = min(last, limit)
     return first, last
+
+
+def find_bounds(properties: dict[str, str]) -> tuple[int, int, int, int] | None:
+    found = [properties.get(f"openslide.bounds-{side}", "") for side in ("x", "y", "width", "height")]
+    if not all(text.isdigit() for text in found):
+        return None
+    x, y, width, height = map(int, found)
+    return x, y, width, height
 
 
 def _disagreement(mpp_um: float, power: float | None) -> str | None:

@@ -13,7 +13,7 @@ from mammoth_path.errors import NoTissueError
 OVERVIEW_PX = 1024
 SATURATION_RANGE = (0.04, 0.1)
 DARK, MEDIAN_PX, CLOSING_PX = 0.2, 7, 4
-SMALLEST_SHARE, LARGEST_HOLE_SHARE = 2e-4, 1e-3
+SMALLEST_SHARE, LARGEST_HOLE_SHARE, SMALLEST_MARK_SHARE = 2e-4, 1e-3, 5e-3
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,21 @@ class TissueMask:
 
 
 def pen_mask(rgb_HWC: np.ndarray) -> np.ndarray:
-    """Marker ink: strong colour outside the range of haematoxylin and eosin (green, blue, pure red), or black."""
+    """Marker ink: strong colour outside the range of haematoxylin and eosin (green, blue, red, maroon), or black.
+
+    Around a large red mark its pale blurred edge, red too, belongs to it; a few red cells take nothing with them.
+    """
     hsv = np.asarray(Image.fromarray(rgb_HWC).convert("HSV"), np.float32) / 255
     hue, saturation, value = hsv[..., 0] * 360, hsv[..., 1], hsv[..., 2]
     green = (hue > 70) & (hue < 175) & (saturation > 0.15)
     blue = (hue >= 175) & (hue < 238) & (saturation > 0.35)
-    red = ((hue < 12) | (hue > 352)) & (saturation > 0.55) & (value > 0.4)
+    red = ((hue < 15) | (hue > 345)) & (saturation > 0.08)
+    maroon = ((hue < 20) | (hue > 320)) & (value < 0.4) & (saturation > 0.2)
+    mark = ((hue < 12) | (hue > 352)) & (saturation > 0.55) & (value > 0.4) | maroon
+    large = morphology.remove_small_objects(mark, max_size=max(16, int(SMALLEST_MARK_SHARE * mark.size)))
+    edge = ndimage.binary_propagation(large, mask=red | maroon | large) if large.any() else large
     black = (value < DARK) & (saturation < 0.5)
-    ink = green | blue | red | black
+    ink = green | blue | mark | edge | black
     return ndimage.binary_dilation(ink, iterations=2) if ink.any() else ink
 
 
@@ -61,9 +68,12 @@ def tissue_mask(rgb_HWC: np.ndarray) -> np.ndarray:
 
 
 def find_tissue(slide: Slide, max_px: int = OVERVIEW_PX) -> TissueMask:
-    """The tissue of a slide. Raises `NoTissueError` when there is none."""
-    overview = slide.thumbnail(max_px)
-    mask = tissue_mask(overview)
+    """The tissue of a slide. Raises `NoTissueError` when there is none.
+
+    What the overview cannot show counts as tissue: its tiles are tried one by one, and those that fail are counted.
+    """
+    overview, unreadable = slide.overview(max_px)
+    mask = tissue_mask(overview) | unreadable
     if not mask.any():
         raise NoTissueError(
             f"{slide.path}: no tissue found in the overview ({overview.shape[1]} x {overview.shape[0]} px); look at it "
