@@ -166,6 +166,7 @@ def test_the_demo_page_is_whole_and_says_what_it_is(tmp_path, monkeypatch):
         assert (tmp_path / "demo" / picture["file"]).stat().st_size > 5000
     assert "composed bags" in text
     assert "not a medical device" in text
-    assert "outside its domain" in text
+    assert "is not shown" in text
+    assert "prediction" not in dict(summary["facts"])
     bag = read_features(tmp_path / "demo" / "features" / "cmu_small_region.h5")
     assert bag.features_ND.shape[1] == 1024

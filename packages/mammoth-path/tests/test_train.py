@@ -179,19 +179,22 @@ def test_intervals_hold_the_value_and_draw_whole_cases():
     score = labels + rng.normal(size=80)
     probs = np.stack([-score, score], 1)
     cases = [str(i // 2) for i in range(80)]
-    found = estimate("auroc", labels, probs, cases, draws=300)
+    found = estimate("auroc", labels, [probs], cases, draws=300)
     assert found.low < found.value < found.high
     assert found.high - found.low > 0.05
     for draw in draw_cases(cases, 3, 0):
         times = np.bincount(draw, minlength=80).reshape(40, 2)
         assert np.array_equal(times[:, 0], times[:, 1])
+    noisy = probs + rng.normal(size=probs.shape)
+    both = estimate("auroc", labels, [probs, noisy], cases, draws=10)
+    assert both.value == pytest.approx((auroc(labels, probs) + auroc(labels, noisy)) / 2)
     worse = np.stack([-rng.normal(size=80), rng.normal(size=80)], 1)
     gain = paired_difference(labels, [probs], [worse], cases, draws=300)
     assert gain.low > 0
     same = paired_difference(labels, [probs], [probs], cases, draws=50)
     assert (same.value, same.low, same.high) == (0, 0, 0)
     with pytest.raises(InputError, match="auroc, balanced_accuracy"):
-        estimate("f1", labels, probs, cases)
+        estimate("f1", labels, [probs], cases)
 
 
 def test_cross_validation_predicts_every_bag_once():

@@ -81,18 +81,25 @@ def draw_cases(cases: list[str], draws: int, seed: int) -> list[np.ndarray]:
 def estimate(
     measure: str,
     labels_B: np.ndarray,
-    probs_BC: np.ndarray,
+    repeats: list[np.ndarray],
     cases: list[str],
     *,
     draws: int = 1000,
     seed: int = 0,
 ) -> Estimate:
-    """One of `MEASURES` with its interval."""
+    """One of `MEASURES`, taken of each repeat's probabilities (B, C) and averaged: what one model of the kind reaches.
+
+    (The measure of averaged probabilities would be that of an ensemble, and better.) The interval resamples cases.
+    """
     if measure not in MEASURES:
         raise InputError(f"no measure {measure!r}; there are: {', '.join(MEASURES)}")
     function = MEASURES[measure]
-    values = [function(labels_B[i], probs_BC[i]) for i in draw_cases(cases, draws, seed)]
-    return Estimate(function(labels_B, probs_BC), *_interval(values))
+
+    def mean(i: np.ndarray) -> float:
+        return float(np.mean([function(labels_B[i], probs[i]) for probs in repeats]))
+
+    values = [mean(i) for i in draw_cases(cases, draws, seed)]
+    return Estimate(mean(np.arange(len(labels_B))), *_interval(values))
 
 
 def paired_difference(

@@ -44,7 +44,7 @@ def fit_cohort(
         raise RefusedError(f"{output / 'model'} exists: choose another --output, or --overwrite it")
     measures: dict[str, Estimate] = {}
     if folds:
-        (probs,) = cross_validate(bags, options, folds=folds)
+        probs = cross_validate(bags, options, folds=folds)
         measures = {
             name: estimate(name, bags.labels, probs, bags.cases)
             for name in ("auroc", "balanced_accuracy", "calibration_error")

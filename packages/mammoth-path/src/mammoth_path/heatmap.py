@@ -187,7 +187,7 @@ def top_patches_figure(
         axis.set_title(f"share {scores_N[i]:.1%}\n({x}, {y})", fontsize=8)
     for axis in axes:
         axis.axis("off")
-    _caption(figure, slide, note or f"each {size_px * mpp:.0f} µm wide")
+    _caption(figure, slide, f"Each {size_px * mpp:.0f} µm wide. {note}".rstrip())
     return figure
 
 
@@ -260,7 +260,7 @@ def write_maps(
             heatmap_figure(slide, scores_N, bag, title=title, label=label, note=note),
             output / "attention.png",
         ),
-        save_figure(top_patches_figure(slide, scores_N, bag), output / "top_patches.png"),
+        save_figure(top_patches_figure(slide, scores_N, bag, note=note), output / "top_patches.png"),
     ]
     if experts_NE is not None:
         written.append(save_figure(expert_figure(slide, experts_NE, bag, note=note), output / "experts.png"))

