@@ -210,7 +210,7 @@ def test_doctor_says_what_runs_and_why(monkeypatch):
     assert {"combine", "grouped_ffn", "grouped_linear", "sort_by_expert"} <= facts["ops"].keys()
     assert facts["ops"]["grouped_ffn"]["backend"] == "torch"
     text = call("doctor").stdout
-    assert "grouped_ffn      torch: the default" in text
+    assert "grouped_ffn      torch: no GPU; " in text
     monkeypatch.setenv("SHARED_MOE_BACKEND", "reference")
     facts = json.loads(call("doctor", "--json").stdout)
     assert facts["ops"]["grouped_ffn"] == {"backend": "reference", "why": "set by SHARED_MOE_BACKEND"}

@@ -21,10 +21,8 @@ def examine() -> dict[str, Any]:
     """Facts about Python, torch, processor, compiler, accelerator and backends, ready for JSON."""
     import torch
 
-    from shared_moe import ops
-    from shared_moe.ops.backend import explain_backend
+    from shared_moe.ops.backend import KERNELS, explain_backend
 
-    backend, why = explain_backend()
     return {
         "shared-moe": __version__,
         "python": sys.version.split()[0],
@@ -40,7 +38,10 @@ def examine() -> dict[str, Any]:
         "cuda": _cuda(),
         "triton": _version("triton"),
         "extras": {name: _version(name) for name in OPTIONAL},
-        "ops": {name: {"backend": backend, "why": why} for name in sorted(ops.__all__)},
+        "ops": {
+            name: dict(zip(("backend", "why"), explain_backend(name), strict=True))
+            for name in sorted(KERNELS)
+        },
     }
 
 

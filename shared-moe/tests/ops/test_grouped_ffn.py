@@ -436,7 +436,7 @@ def test_activation_checkpointing_gives_the_same_gradients():
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_opcheck(bias):
     p = Problem(T=6, dtype=torch.float32, bias=bias)
-    arguments = (p.x, p.up, p.down, p.up_bias, p.down_bias, p.ids, p.weights, "silu", True, True)
+    arguments = (p.x, p.up, p.down, p.up_bias, p.down_bias, p.ids, p.weights, "silu", True, True, "auto")
     torch.library.opcheck(torch.ops.shared_moe.grouped_ffn.default, arguments)
     with torch.no_grad():
         _, hidden = torch.ops.shared_moe.grouped_ffn(*arguments)
@@ -444,7 +444,7 @@ def test_opcheck(bias):
         detached = [t if t is None else t.detach() for t in tensors]
         for needs in itertools.product((True, False), repeat=2):
             torch.library.opcheck(
-                torch.ops.shared_moe.grouped_ffn_backward.default, (*detached, "silu", True, *needs)
+                torch.ops.shared_moe.grouped_ffn_backward.default, (*detached, "silu", True, *needs, "auto")
             )
 
 
@@ -486,8 +486,10 @@ def test_traces_for_a_gpu_without_one(dtype):
         y = grouped_ffn(x, up, down, ids, weights)
         assert (y.shape, y.device.type, y.dtype) == ((8, 16), "cuda", dtype)
         arguments = (x, up, down, None, None, ids, weights)
-        _, hidden = torch.ops.shared_moe.grouped_ffn(*arguments, "silu", True, True)
-        grads = torch.ops.shared_moe.grouped_ffn_backward(y, *arguments, hidden, "silu", True, True, True)
+        _, hidden = torch.ops.shared_moe.grouped_ffn(*arguments, "silu", True, True, "auto")
+        grads = torch.ops.shared_moe.grouped_ffn_backward(
+            y, *arguments, hidden, "silu", True, True, True, "auto"
+        )
         for leaf, grad in zip((x, up, down, weights), (*grads[:3], grads[5]), strict=True):
             assert (grad.shape, grad.dtype, grad.device) == (leaf.shape, leaf.dtype, leaf.device)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shared_moe.errors import InputError, ShapeError
 from shared_moe.ops import combine, grouped_linear, sort_by_expert
-from shared_moe.ops.backend import choose_backend, explain_backend
+from shared_moe.ops.backend import choose_backend, explain_backend, resolve
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -61,7 +61,7 @@ def test_combine_equals_a_plain_loop(dtype):
 def test_combine_gradients_and_operator_contract():
     _, order, counts, rows, weights = routed(T=4, K=2, D=3)
     assert torch.autograd.gradcheck(lambda r, w: combine(r, order, counts, w), (rows, weights))
-    torch.library.opcheck(torch.ops.shared_moe.combine.default, (rows, order, counts, weights))
+    torch.library.opcheck(torch.ops.shared_moe.combine.default, (rows, order, counts, weights, "auto"))
     torch.library.opcheck(torch.ops.shared_moe.sort_by_expert.default, (torch.tensor([[0, 1], [-1, 3]]), 3))
     rows.grad = None
     combine(rows, order, counts, weights).sum().backward()
@@ -131,7 +131,7 @@ def test_grouped_linear_gradcheck(backend):
 
 def test_grouped_linear_operator_contract_and_compile():
     x, w, counts, b = linear(torch.float32)
-    torch.library.opcheck(torch.ops.shared_moe.grouped_linear.default, (x, w, counts))
+    torch.library.opcheck(torch.ops.shared_moe.grouped_linear.default, (x, w, counts, "auto"))
     torch._dynamo.reset()
     compiled = torch.compile(grouped_linear, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, w, counts, b), grouped_linear(x, w, counts, b))
@@ -162,12 +162,20 @@ def test_an_empty_group_gets_no_gradient():
 
 def test_the_backend_is_chosen_by_argument_then_environment(monkeypatch):
     monkeypatch.delenv("SHARED_MOE_BACKEND", raising=False)
-    assert choose_backend() == "torch"
-    assert explain_backend()[0] == "torch"
+    assert choose_backend("combine") == "auto"
+    assert resolve("combine", "auto", torch.ones(1)) == "torch"
+    assert explain_backend("combine")[0] == "torch"
     monkeypatch.setenv("SHARED_MOE_BACKEND", "reference")
-    assert choose_backend() == "reference"
-    assert explain_backend() == ("reference", "set by SHARED_MOE_BACKEND")
-    assert choose_backend("torch") == "torch"
+    assert choose_backend("combine") == "reference"
+    assert explain_backend("combine") == ("reference", "set by SHARED_MOE_BACKEND")
+    assert choose_backend("combine", "torch") == "torch"
+    monkeypatch.setenv("SHARED_MOE_BACKEND", "cuda")
+    assert choose_backend("combine") == "auto"
+    assert choose_backend("slot_mix") == "cuda"
     monkeypatch.setenv("SHARED_MOE_BACKEND", "nonsense")
     with pytest.raises(InputError, match="SHARED_MOE_BACKEND"):
-        choose_backend()
+        choose_backend("combine")
+    with pytest.raises(InputError, match="combine has no cuda kernel"):
+        choose_backend("combine", "cuda")
+    with pytest.raises(InputError, match="grouped_ffn can't run on backend 'triton': the tensor is on cpu"):
+        resolve("grouped_ffn", "triton", torch.ones(1))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shared_moe import native
 from shared_moe.errors import ShapeError
+from shared_moe.ops.backend import choose_backend, resolve
 from shared_moe.ops.products import check_counts
 from shared_moe.ops.sort import positions
 
@@ -32,21 +33,29 @@ def combine_rows(rows_SD: Tensor, position_TK: Tensor, weights_TK: Tensor | None
 
 
 @torch.library.custom_op("shared_moe::combine", mutates_args=())
-def _combine(rows_SD: Tensor, order_S: Tensor, counts_E: Tensor, weights_TK: Tensor) -> Tensor:
+def _combine(rows_SD: Tensor, order_S: Tensor, counts_E: Tensor, weights_TK: Tensor, backend: str) -> Tensor:
     check_counts(counts_E, rows_SD.shape[0])
     position = positions(order_S, counts_E)
+    if resolve("combine", backend, rows_SD) == "triton":
+        from shared_moe.ops.triton.combine import combine
+
+        return combine(rows_SD.contiguous(), position.view(weights_TK.shape), weights_TK)
     return combine_rows(rows_SD.contiguous(), position.view(weights_TK.shape), weights_TK)
 
 
 @_combine.register_fake
-def _(rows_SD: Tensor, order_S: Tensor, counts_E: Tensor, weights_TK: Tensor) -> Tensor:
+def _(rows_SD: Tensor, order_S: Tensor, counts_E: Tensor, weights_TK: Tensor, backend: str) -> Tensor:
     return rows_SD.new_empty(weights_TK.shape[0], rows_SD.shape[1])
 
 
 @torch.library.custom_op("shared_moe::combine_backward", mutates_args=())
 def _combine_backward(
-    grad_TD: Tensor, rows_SD: Tensor, order_S: Tensor, counts_E: Tensor, weights_TK: Tensor
+    grad_TD: Tensor, rows_SD: Tensor, order_S: Tensor, counts_E: Tensor, weights_TK: Tensor, backend: str
 ) -> tuple[Tensor, Tensor]:
+    if resolve("combine", backend, rows_SD) == "triton":
+        from shared_moe.ops.triton.combine import combine_backward
+
+        return combine_backward(grad_TD.contiguous(), rows_SD.contiguous(), order_S, counts_E, weights_TK)
     K, S = weights_TK.shape[1], rows_SD.shape[0]
     wide = torch.promote_types(rows_SD.dtype, torch.float32)
     has_row = (torch.arange(S, device=order_S.device) < counts_E.sum())[:, None]
@@ -61,26 +70,34 @@ def _combine_backward(
 
 @_combine_backward.register_fake
 def _(
-    grad_TD: Tensor, rows_SD: Tensor, order_S: Tensor, counts_E: Tensor, weights_TK: Tensor
+    grad_TD: Tensor, rows_SD: Tensor, order_S: Tensor, counts_E: Tensor, weights_TK: Tensor, backend: str
 ) -> tuple[Tensor, Tensor]:
     grad_rows = torch.empty_like(rows_SD, memory_format=torch.contiguous_format)
     return grad_rows, torch.empty_like(weights_TK, memory_format=torch.contiguous_format)
 
 
 def _setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.backend = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx, grad_TD: Tensor):
     rows_SD, order_S, counts_E, weights_TK = ctx.saved_tensors
-    grad_rows, grad_weights = _combine_backward(grad_TD, rows_SD, order_S, counts_E, weights_TK)
-    return grad_rows, None, None, grad_weights
+    grad_rows, grad_weights = _combine_backward(grad_TD, rows_SD, order_S, counts_E, weights_TK, ctx.backend)
+    return grad_rows, None, None, grad_weights, None
 
 
 _combine.register_autograd(_backward, setup_context=_setup)
 
 
-def combine(rows_SD: Tensor, order_S: Tensor, counts_E: Tensor, weights_TK: Tensor) -> Tensor:
+def combine(
+    rows_SD: Tensor,
+    order_S: Tensor,
+    counts_E: Tensor,
+    weights_TK: Tensor,
+    *,
+    backend: str = "auto",
+) -> Tensor:
     """Weighted sum of each token's rows: (S, D) in the order of `sort_by_expert` -> (T, D).
 
     rows_SD holds one row an assignment, S = T·K; rows past `counts.sum()` are not read. Sums run over k ascending
@@ -98,4 +115,4 @@ def combine(rows_SD: Tensor, order_S: Tensor, counts_E: Tensor, weights_TK: Tens
         )
     if order_S.shape != (rows_SD.shape[0],):
         raise ShapeError(f"order {tuple(order_S.shape)} must be ({rows_SD.shape[0]},)")
-    return _combine(rows_SD, order_S, counts_E, weights_TK)
+    return _combine(rows_SD, order_S, counts_E, weights_TK, choose_backend("combine", backend))

@@ -13,9 +13,17 @@ from torch import Tensor
 from shared_moe.errors import ShapeError
 from shared_moe.ops import ffn_each, ffn_together
 from shared_moe.ops.activations import activate, check_activation
-from shared_moe.ops.backend import autocast, choose_backend
+from shared_moe.ops.backend import autocast, choose_backend, resolve
 from shared_moe.ops.products import use_grouped_mm
 from shared_moe.ops.sort import sort_op
+
+
+def _implementation(backend: str, x_TD: Tensor, gate_up_EHD: Tensor, down_EOF: Tensor):
+    if resolve("grouped_ffn", backend, x_TD) == "triton":
+        from shared_moe.ops.triton import ffn
+
+        return ffn
+    return ffn_together if use_grouped_mm(x_TD, gate_up_EHD, down_EOF) else ffn_each
 
 
 @torch.library.custom_op("shared_moe::grouped_ffn", mutates_args=())
@@ -30,9 +38,9 @@ def _grouped_ffn(
     activation: str,
     gated: bool,
     for_backward: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
-    how = ffn_together if use_grouped_mm(x_TD, gate_up_EHD, down_EOF) else ffn_each
-    return how.forward(
+    return _implementation(backend, x_TD, gate_up_EHD, down_EOF).forward(
         x_TD,
         gate_up_EHD,
         down_EOF,
@@ -58,6 +66,7 @@ def _(
     activation,
     gated,
     for_backward,
+    backend,
 ):
     S = expert_ids_TK.numel() if for_backward else 0
     return x_TD.new_empty(x_TD.shape[0], down_EOF.shape[1]), x_TD.new_empty(S, gate_up_EHD.shape[1])
@@ -78,9 +87,9 @@ def _grouped_ffn_backward(
     gated: bool,
     needs_x: bool,
     needs_weights: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    how = ffn_together if use_grouped_mm(x_TD, gate_up_EHD, down_EOF) else ffn_each
-    return how.backward(
+    return _implementation(backend, x_TD, gate_up_EHD, down_EOF).backward(
         grad_TO,
         x_TD,
         gate_up_EHD,
@@ -112,6 +121,7 @@ def _(
     gated,
     needs_x,
     needs_weights,
+    backend,
 ):
     E, H, D = gate_up_EHD.shape
     return (
@@ -125,11 +135,11 @@ def _(
 
 
 def _setup(ctx, inputs, output) -> None:
-    *tensors, activation, gated, _ = inputs
+    *tensors, activation, gated, _, backend = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # else a zero gradient as large as the hidden rows is made for nothing
-    ctx.activation, ctx.gated = activation, gated
+    ctx.activation, ctx.gated, ctx.backend = activation, gated, backend
 
 
 def _backward(ctx, grad_TO: Tensor | None, _):
@@ -144,6 +154,7 @@ def _backward(ctx, grad_TO: Tensor | None, _):
             ctx.gated,
             needs[0],
             needs[1] or needs[2],
+            ctx.backend,
         )
     grad_x, grad_first, grad_second, grad_first_bias, grad_second_bias, grad_weights = grads
     return (
@@ -154,6 +165,7 @@ def _backward(ctx, grad_TO: Tensor | None, _):
         grad_second_bias if needs[4] else None,
         None,
         grad_weights if needs[6] else None,
+        None,
         None,
         None,
         None,
@@ -216,12 +228,13 @@ def grouped_ffn(
     _check(x_TD, gate_up_EHD, down_EOF, gate_up_bias_EH, down_bias_ED, expert_ids_TK, weights_TK, gated)
     arguments = (x_TD, gate_up_EHD, down_EOF, gate_up_bias_EH, down_bias_ED, expert_ids_TK, weights_TK)
     with torch.autocast(x_TD.device.type, enabled=False):
-        if choose_backend(backend) == "reference":
+        chosen = choose_backend("grouped_ffn", backend)
+        if chosen == "reference":
             return _reference(*arguments, activation, gated)
         keep = torch.is_grad_enabled() and any(
             t is not None and t.requires_grad for t in arguments if t is not expert_ids_TK
         )
-        return _grouped_ffn(x_TD.contiguous(), *arguments[1:], activation, gated, keep)[0]
+        return _grouped_ffn(x_TD.contiguous(), *arguments[1:], activation, gated, keep, chosen)[0]
 
 
 def _check(x, gate_up, down, gate_up_bias, down_bias, ids, weights, gated: bool) -> None:

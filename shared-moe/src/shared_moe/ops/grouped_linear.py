@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shared_moe import native
 from shared_moe.errors import ShapeError
-from shared_moe.ops.backend import autocast, choose_backend
+from shared_moe.ops.backend import autocast, choose_backend, resolve
 from shared_moe.ops.products import (
     check_counts,
     grouped_rows,
@@ -23,9 +23,13 @@ def _has_rows(counts_E: Tensor, S: int) -> Tensor:
 
 
 @torch.library.custom_op("shared_moe::grouped_linear", mutates_args=())
-def _grouped_linear(x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
+def _grouped_linear(x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor, backend: str) -> Tensor:
     S, F = x_SD.shape[0], weight_EFD.shape[1]
     check_counts(counts_E, S)
+    if resolve("grouped_linear", backend, x_SD) == "triton":
+        from shared_moe.ops.triton.linear import forward
+
+        return forward(x_SD, weight_EFD, counts_E)
     if use_grouped_mm(x_SD, weight_EFD):
         return torch.where(_has_rows(counts_E, S), grouped_rows(x_SD, weight_EFD, counts_E), 0)
     y_SF = x_SD.new_empty(S, F)
@@ -38,15 +42,25 @@ def _grouped_linear(x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tenso
 
 
 @_grouped_linear.register_fake
-def _(x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
+def _(x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor, backend: str) -> Tensor:
     return x_SD.new_empty(x_SD.shape[0], weight_EFD.shape[1])
 
 
 @torch.library.custom_op("shared_moe::grouped_linear_backward", mutates_args=())
 def _grouped_linear_backward(
-    grad_SF: Tensor, x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor, needs_x: bool, needs_weight: bool
+    grad_SF: Tensor,
+    x_SD: Tensor,
+    weight_EFD: Tensor,
+    counts_E: Tensor,
+    backend: str,
+    needs_x: bool,
+    needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     S, D = x_SD.shape
+    if resolve("grouped_linear", backend, x_SD) == "triton":
+        from shared_moe.ops.triton.linear import backward
+
+        return backward(grad_SF, x_SD, weight_EFD, counts_E, needs_x, needs_weight)
     if use_grouped_mm(grad_SF, x_SD, weight_EFD):
         by_column = weight_EFD.transpose(1, 2)
         grad_x = grouped_rows(grad_SF, by_column, counts_E) if needs_x else x_SD.new_empty(0)
@@ -77,7 +91,13 @@ def zero_empty(grad_E: Tensor, counts_E: Tensor) -> None:
 
 @_grouped_linear_backward.register_fake
 def _(
-    grad_SF: Tensor, x_SD: Tensor, weight_EFD: Tensor, counts_E: Tensor, needs_x: bool, needs_weight: bool
+    grad_SF: Tensor,
+    x_SD: Tensor,
+    weight_EFD: Tensor,
+    counts_E: Tensor,
+    backend: str,
+    needs_x: bool,
+    needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     return (
         x_SD.new_empty(x_SD.shape if needs_x else 0),
@@ -86,16 +106,17 @@ def _(
 
 
 def _setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.backend = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx, grad_SF: Tensor):
-    needs_x, needs_weight, _ = ctx.needs_input_grad
+    needs_x, needs_weight, _, _ = ctx.needs_input_grad
     with torch.autocast(grad_SF.device.type, enabled=False):
         grad_x, grad_weight = _grouped_linear_backward(
-            grad_SF.contiguous(), *ctx.saved_tensors, needs_x, needs_weight
+            grad_SF.contiguous(), *ctx.saved_tensors, ctx.backend, needs_x, needs_weight
         )
-    return grad_x if needs_x else None, grad_weight if needs_weight else None, None
+    return grad_x if needs_x else None, grad_weight if needs_weight else None, None, None
 
 
 _grouped_linear.register_autograd(_backward, setup_context=_setup)
@@ -136,8 +157,11 @@ def grouped_linear(
     if bias_EF is not None and bias_EF.shape != weight_EFD.shape[:2]:
         raise ShapeError(f"bias {tuple(bias_EF.shape)} must be {tuple(weight_EFD.shape[:2])}")
     with torch.autocast(x_SD.device.type, enabled=False):
-        apply = _reference if choose_backend(backend) == "reference" else _grouped_linear
-        y_SF = apply(x_SD.contiguous(), weight_EFD, counts_E)
+        chosen = choose_backend("grouped_linear", backend)
+        if chosen == "reference":
+            y_SF = _reference(x_SD, weight_EFD, counts_E)
+        else:
+            y_SF = _grouped_linear(x_SD.contiguous(), weight_EFD, counts_E, chosen)
         if bias_EF is None:
             return y_SF
         row_S = torch.arange(x_SD.shape[0], device=x_SD.device)
