@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shared_moe.errors import InputError, ShapeError
-from shared_moe.routing.topk import expert_counts
+from shared_moe.ops.topk_route import expert_counts
 
 
 def load_balance(probs_TE: Tensor, expert_ids_TK: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from shared_moe.ops.grouped_linear import grouped_linear
 from shared_moe.ops.lowrank import lowrank_experts
 from shared_moe.ops.slot_mix import slot_mix, slot_unmix
 from shared_moe.ops.sort import sort_by_expert
+from shared_moe.ops.spectral import spectral_linear
 
 __all__ = [
     "combine",
@@ -15,4 +16,5 @@ __all__ = [
     "slot_mix",
     "slot_unmix",
     "sort_by_expert",
+    "spectral_linear",
 ]

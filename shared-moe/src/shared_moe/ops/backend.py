@@ -83,7 +83,7 @@ def why_not(kernel: str, x: Tensor) -> str | None:
         return None
     if x.device.type != "cuda":
         return f"the tensor is on {x.device.type}"
-    return None if _capability(x.device) >= (8, 0) else f"{x.device} is older than sm_80"
+    return None if capability(x.device) >= (8, 0) else f"{x.device} is older than sm_80"
 
 
 def _why_not_cuda(x: Tensor) -> str | None:
@@ -91,7 +91,8 @@ def _why_not_cuda(x: Tensor) -> str | None:
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability(device: torch.device) -> tuple[int, int]:
+    """(major, minor) of a GPU: (9, 0) is sm_90."""
     return torch.cuda.get_device_capability(device)
 
 

@@ -14,10 +14,11 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from shared_moe.errors import InputError
+from shared_moe.ops.topk_route import stable_top_k
 from shared_moe.routing.dirichlet_calibration import ratio_from_mass, scale_from_variance
 from shared_moe.routing.routing import Routing
 from shared_moe.routing.schedules import DirichletSchedule
-from shared_moe.routing.topk import gate_logits, stable_top_k
+from shared_moe.routing.topk import gate_logits
 
 CONCENTRATION_RANGE = (1e-3, 1e4)
 GRADIENT_LIMIT = 1e4

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from shared_moe.errors import InputError
+from shared_moe.ops.backend import choose_backend
+from shared_moe.ops.topk_route import kern_gate, stable_top_k
 from shared_moe.routing.routing import Routing
-from shared_moe.routing.topk import check_top_k, gate_logits, stable_top_k
+from shared_moe.routing.topk import check_top_k, gate_logits, runs_as_one_op
 
 PHI = {
     "relu": torch.relu,
@@ -74,6 +76,12 @@ class KernRouter(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Routing:
         scores_TE = gate_logits(x_TD, self.weight, self.bias)
+        backend = choose_backend("topk_route")
+        if (self.phi, self.norm, self.norm_over) == ("relu", "l2", "all") and runs_as_one_op(
+            scores_TE, backend
+        ):
+            ids, weights, gates, counts = kern_gate(scores_TE, self.gamma, self.top_k, self.eps, backend)
+            return Routing(ids, weights, gates, scores_TE, counts_E=counts)
         normed_TE = normalise(scores_TE, self.norm, self.phi, self.eps)
         gates_TE = self.gamma * PHI[self.phi](normed_TE)
         ids_TK = stable_top_k(normed_TE, self.top_k)

@@ -19,6 +19,7 @@ class Routing:
     probs_TE       the full gate distribution, for losses and analysis
     logits_TE      what the gate distribution was made from
     losses         unweighted scalars that only the router can compute (a KL, a sparsity penalty)
+    counts_E       int64, assignments of each expert, where the router counted them on the way; else None
     """
 
     expert_ids_TK: Tensor
@@ -26,6 +27,7 @@ class Routing:
     probs_TE: Tensor
     logits_TE: Tensor
     losses: dict[str, Tensor] = field(default_factory=dict)
+    counts_E: Tensor | None = None
 
     def __post_init__(self):
         ids, weights, probs, logits = self.expert_ids_TK, self.weights_TK, self.probs_TE, self.logits_TE

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shared_moe.errors import InputError, ShapeError
+from shared_moe.ops.backend import choose_backend
+from shared_moe.ops.topk_route import chosen_weights, expert_counts, gate, stable_top_k, topk_gate
 from shared_moe.routing.routing import Routing
 
 
@@ -33,11 +35,6 @@ def gate_logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -
         return nn.functional.linear(x_TD.to(wide), weight_ED.to(wide), bias)
 
 
-def stable_top_k(scores_TE: Tensor, top_k: int) -> Tensor:
-    """Indices (T, K) of the largest scores in descending order; ties go to the lowest index, on every device."""
-    return torch.sort(scores_TE, dim=1, descending=True, stable=True).indices[:, :top_k]
-
-
 def _keep_best_groups(scores_TE: Tensor, num_groups: int, top_k_groups: int, group_score: str) -> Tensor:
     """Scores with every expert outside the best groups at -inf."""
     T, E = scores_TE.shape
@@ -46,6 +43,11 @@ def _keep_best_groups(scores_TE: Tensor, num_groups: int, top_k_groups: int, gro
     best = grouped.topk(members, dim=2).values.sum(2)
     keep = torch.zeros_like(best, dtype=torch.bool).scatter_(1, stable_top_k(best, top_k_groups), True)
     return grouped.masked_fill(~keep[:, :, None], float("-inf")).view(T, E)
+
+
+def runs_as_one_op(scores_TE: Tensor, backend: str) -> bool:
+    """Whether gate and choice go through the op with kernels: on a GPU, or where a kernel was asked for."""
+    return backend == "triton" or (backend == "auto" and scores_TE.device.type == "cuda")
 
 
 def topk_route(
@@ -59,6 +61,7 @@ def topk_route(
     top_k_groups: int = 1,
     group_score: str = "max",
     scale: float = 1.0,
+    backend: str = "auto",
 ) -> Routing:
     """Route each token to the `top_k` experts of highest gate value.
 
@@ -85,17 +88,21 @@ def topk_route(
             f"scoring={scoring!r}, group_score={group_score!r}; expected softmax or sigmoid, max or top2"
         )
     wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-    probs_TE = wide_TE.softmax(1) if scoring == "softmax" else wide_TE.sigmoid()
-    choice_TE = probs_TE if selection_bias_E is None else probs_TE + selection_bias_E
+    sigmoid = scoring == "sigmoid"
     if num_groups > 1:
+        probs_TE = wide_TE.sigmoid() if sigmoid else wide_TE.softmax(1)
+        choice_TE = probs_TE if selection_bias_E is None else probs_TE + selection_bias_E
         choice_TE = _keep_best_groups(choice_TE, num_groups, top_k_groups, group_score)
-    ids_TK = stable_top_k(choice_TE, top_k)
-    weights_TK = probs_TE.gather(1, ids_TK)
-    if norm_topk_prob:
-        weights_TK = weights_TK / weights_TK.sum(1, keepdim=True).clamp_min(
-            torch.finfo(weights_TK.dtype).tiny
+        ids_TK = stable_top_k(choice_TE, top_k)
+        return Routing(ids_TK, chosen_weights(probs_TE, ids_TK, norm_topk_prob, scale), probs_TE, logits_TE)
+    backend = choose_backend("topk_route", backend)
+    if runs_as_one_op(wide_TE, backend):
+        ids_TK, weights_TK, probs_TE, counts_E = topk_gate(
+            wide_TE, selection_bias_E, top_k, sigmoid, norm_topk_prob, scale, backend
         )
-    return Routing(ids_TK, weights_TK * scale, probs_TE, logits_TE)
+        return Routing(ids_TK, weights_TK, probs_TE, logits_TE, counts_E=counts_E)
+    ids_TK, weights_TK, probs_TE = gate(wide_TE, selection_bias_E, top_k, sigmoid, norm_topk_prob, scale)
+    return Routing(ids_TK, weights_TK, probs_TE, logits_TE)
 
 
 class TopKRouter(nn.Module):
@@ -155,7 +162,7 @@ class TopKRouter(nn.Module):
         """
         if self.expert_bias is None:
             raise InputError("update_bias needs a router built with bias_balancing=True")
-        counts = torch.stack([expert_counts(r.expert_ids_TK, r.num_experts) for r in routings]).sum(0).float()
+        counts = torch.stack([routed_counts(r) for r in routings]).sum(0).float()
         self.expert_bias += rate * torch.sign(counts.mean() - counts)
         self.expert_bias -= self.expert_bias.mean()
         return counts
@@ -167,7 +174,8 @@ class SigmoidTopKRouter(TopKRouter):
     scoring = "sigmoid"
 
 
-def expert_counts(expert_ids_TK: Tensor, num_experts: int) -> Tensor:
-    """Assignments of each expert (E,), int64; ids of -1 and E are not counted."""
-    ids = expert_ids_TK.reshape(-1)
-    return torch.bincount(torch.where(ids < 0, num_experts, ids), minlength=num_experts + 1)[:num_experts]
+def routed_counts(routing: Routing) -> Tensor:
+    """Assignments of each expert (E,), as the router counted them or counted now."""
+    if routing.counts_E is not None:
+        return routing.counts_E
+    return expert_counts(routing.expert_ids_TK, routing.num_experts)

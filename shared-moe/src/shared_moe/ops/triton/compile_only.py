@@ -204,7 +204,7 @@ def cases(arch: int, *, every: bool = False) -> Iterator[Case]:
         for config in two:
             yield _case(swiglu_gemm.swiglu_gemm_kernel, config, {"KEEP": True, "TMA": tma} | product)
         for config in swiglu_backward_gemm.configs()[: None if every else 1]:
-            block_n = {"BLOCK_N": swiglu_backward_gemm.BLOCK_N}
+            block_n = {"BLOCK_N": 64 if arch >= 90 else 32}
             yield _case(
                 swiglu_backward_gemm.swiglu_backward_gemm_kernel, config, {"TMA": tma} | product | block_n
             )

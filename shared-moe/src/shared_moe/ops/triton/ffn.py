@@ -1,4 +1,4 @@
-# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """The expert layer on Triton kernels: SwiGLU fused into its products, everything else between grouped products.
 
 Nothing waits for the row counts. The second product scatters its rows to their assignments, token by token, so that

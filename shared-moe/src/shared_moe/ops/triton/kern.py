@@ -1,4 +1,4 @@
-# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """KERN routing in one pass: g = γ relu(s / (|s| + eps)), the K largest, those of weight zero dropped; its gradient.
 
 Shapes: T tokens, E experts, K chosen.

@@ -1,4 +1,4 @@
-# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """What the launchers share: block sizes, tuning configurations, persistent grids."""
 
 import functools
@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from shared_moe.ops.backend import capability as capability
 from shared_moe.ops.backend import interpreting as interpreting
 
 SHARED_BYTES = 99 * 1024
@@ -103,4 +104,4 @@ def use_descriptors(weight: Tensor) -> bool:
     """On sm_90 and later weights come through the tensor memory accelerator; the interpreter emulates it."""
     if not describable(weight):
         return False
-    return interpreting() or torch.cuda.get_device_capability(weight.device) >= (9, 0)
+    return interpreting() or capability(weight.device) >= (9, 0)

@@ -1,4 +1,4 @@
-# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """`grouped_linear` and its gradients on the grouped products. Shapes as there."""
 
 from torch import Tensor

@@ -1,4 +1,4 @@
-# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """Low-rank experts on slots in one pass: v = (u Φ + c) W + b, the middle never leaving the chip.
 
 Shapes: B batch, H heads, E experts, S slots an expert, P width in, R rank, Q width out.

@@ -1,4 +1,4 @@
-# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """One matrix an expert, applied to rows sorted by expert: gather in, product, bias, scatter out.
 
     y[out_s] = W_e(s) x[in_s] + b_e(s)

@@ -1,4 +1,4 @@
-# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """Stable counting sort of the assignments by expert: count in blocks, scan, place.
 
 Two kernels around a scan over blocks: no atomics, so the order is that of a stable sort, always.

@@ -1,4 +1,4 @@
-# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """The first product of a spectral linear map with each token's mixed spectrum as its epilogue: z = (x Vᵀ) · Σ_k w_k s_k.
 
 Shapes: T tokens, D width in, R rank, E experts, K experts of a token.

@@ -1,4 +1,4 @@
-# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """Backward through the second matrix and the SwiGLU of an expert in one pass.
 
 With g = W2ᵀ grad_y, a = silu(gate) · up and w the combine weight of the row: writes the gradient of gate and up under
@@ -16,8 +16,12 @@ from shared_moe.ops.triton import launch
 from shared_moe.ops.triton.rows_gemm import describe_weight, load_weight
 from shared_moe.ops.triton.tiles import Tiles, pick_tile
 
-BLOCK_N = 16 if launch.interpreting() else 64
-"""Hidden columns of a tile: fixed, because the partial sums are laid out by it."""
+
+def hidden_columns(device: torch.device) -> int:
+    """Hidden columns of a tile: not tuned, because the partial sums are laid out by it."""
+    if launch.interpreting():
+        return 16
+    return 64 if launch.capability(device) >= (9, 0) else 32
 
 
 def configs() -> list[triton.Config]:
@@ -109,7 +113,8 @@ def swiglu_backward_gemm(
     E, O, F = weight.shape
     S = token_S.shape[0]
     grad_hidden, scaled = torch.empty_like(hidden_SH), hidden_SH.new_empty(S, F)
-    dots = torch.zeros(triton.cdiv(F, BLOCK_N), S, dtype=torch.float32, device=grad_TO.device)
+    block_n = hidden_columns(grad_TO.device)
+    dots = torch.zeros(triton.cdiv(F, block_n), S, dtype=torch.float32, device=grad_TO.device)
     tma = launch.use_descriptors(weight)
     if tma:
         launch.allocate_descriptors(grad_TO.device)
@@ -139,6 +144,6 @@ def swiglu_backward_gemm(
         PRECISION=launch.precision(grad_TO),
         BLOCK_M=tiles.block_m,
         GROUP_M=8,
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=block_n,
     )
     return grad_hidden, scaled, dots.sum(0)

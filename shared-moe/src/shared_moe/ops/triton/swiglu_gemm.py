@@ -1,4 +1,4 @@
-# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """The first half of a SwiGLU expert in one pass: gather the tokens, both products, silu(gate) · up.
 
 Shapes: T tokens, S rows sorted by expert, D width, F hidden width, E experts.

@@ -1,4 +1,4 @@
-# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """Which rows each tile of a grouped product holds: the table that the product's programs walk over.
 
 Rows lie sorted by expert; a tile has BLOCK_M rows of one expert, fewer at the expert's end. How many tiles there are is

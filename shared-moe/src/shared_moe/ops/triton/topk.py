@@ -1,4 +1,4 @@
-# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """Top-k routing in one pass over the logits: gate, choice, normalisation, histogram; and its gradient.
 
 One program holds whole rows, so E is limited by the registers: `MOST_EXPERTS`.

@@ -1,4 +1,4 @@
-# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """The gradient of one matrix an expert: dW_e = Σ over the expert's rows of g_s x_sᵀ, zero for an expert without rows.
 
 Shapes: S rows sorted by expert, N rows and K columns of a matrix, E experts.
