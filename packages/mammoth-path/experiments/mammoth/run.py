@@ -166,7 +166,7 @@ def interference_rows(tiles, epochs: int) -> list[str]:
 
             def loss(tokens, model=model, target=target, rectify=arm == "linear"):
                 h = tokens.relu() if rectify else tokens
-                return nnf.cross_entropy(model.head(model.aggregator(h[None])[0]), target)
+                return nnf.cross_entropy(model.score(model.aggregator(h[None]).vector), target)
 
             classes = torch.from_numpy(kinds[bag])
             if isinstance(model.layer, Mammoth):

@@ -47,7 +47,7 @@ def predict_bag(model: MILModel, config: dict[str, Any], bag: Bag) -> Prediction
             f"the bag's features are {width} wide, this model expects {model.input_dim} ({wanted}); {encoders_of_width(width)}"
         )
     x = torch.from_numpy(bag.features_ND.astype(np.float32))[None]
-    probabilities = model(x).logits_BC.softmax(1)[0].tolist()
+    probabilities = model.answer(model(x).logits_BC)[0].tolist()
     scores, experts = model.patch_scores(x)
     tissue: dict[str, float] = {}
     if bag.attributes.get("encoder") == "densenet121-capricorn":

@@ -50,7 +50,8 @@ def test_mean_of_a_linear_layer_by_hand():
 def test_max_shares_are_the_features_won():
     pool = build("linear", {}, "max").aggregator
     h = torch.tensor([[[5.0, 0, 0, 9], [1, 7, 0, 0], [0, 0, 3, 0]]])
-    pooled, share = pool(h)
+    out = pool(h)
+    pooled, share = out.vector, out.attention
     assert pooled.tolist() == [[5, 7, 3, 9]]
     assert share.tolist() == [[0.5, 0.25, 0.25]]
 

@@ -3,36 +3,53 @@
 Shapes: B bags, N patches, D encoder width, M tokens after the layer (N, or E·S slots), C classes, E experts.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from mammoth_path.errors import ConfigError, EmptyBagError, FeatureWidthError, encoders_of_width
-from mammoth_path.model.aggregators import build_aggregator
+from mammoth_path.model.aggregators import AGGREGATORS, Pooled, build_aggregator
 from mammoth_path.model.budget import mammoth_parameters, mlp_width
+from mammoth_path.model.heads import TASKS, build_head
 from mammoth_path.model.mammoth import Mammoth
 from shared_moe.errors import ShapeError
 
 LAYERS = ("linear", "mlp", "mammoth")
+__all__ = ["AGGREGATORS", "LAYERS", "TASKS", "MILModel", "MILOutput"]
 
 
 @dataclass(frozen=True)
 class MILOutput:
-    """logits (B, C) and the aggregator's attention over its tokens (B, M), which sums to 1 over the real ones."""
+    """logits (B, C) and the aggregator's attention over its tokens (B, M), which sums to 1 over the real ones (of the
+    most probable class, where every class has its own).
+
+    For training: side_logits (B, K, C) with side_mask (B, K), further answers that the bag's label supervises, and
+    losses, terms to add to the bag's.
+    """
 
     logits_BC: Tensor
     attention_BM: Tensor
+    side_logits_BKC: Tensor | None = None
+    side_mask_BK: Tensor | None = None
+    losses: dict[str, Tensor] = field(default_factory=dict)
 
 
 class MILModel(nn.Module):
-    """encoder features -> layer -> aggregator -> class logits, on padded mini-batches with masks.
+    """encoder features -> layer -> aggregator -> head, on padded mini-batches with masks.
 
-    layer          "linear" (Linear, ReLU, dropout), "mlp" (two layers with MAMMOTH's parameter count) or "mammoth"
-    aggregator     "mean", "max" or "abmil"
-    layer_options  arguments of `Mammoth` (for "mlp": of the Mammoth whose size it takes)
+    layer               "linear" (Linear, ReLU, dropout), "mlp" (two layers with MAMMOTH's parameter count) or "mammoth"
+    aggregator          one of `AGGREGATORS`; aggregator_options are its own arguments
+    layer_options       arguments of `Mammoth` (for "mlp": of the Mammoth whose size it takes)
+    task, edges         what the head answers, and the times between its bins: see `build_head`
+    temperature         divides the logits of class and grade probabilities; see `calibrate`
+    allow_nonspatial    let an aggregator that reads patches in their order (transmil, rrt) take MAMMOTH's slots, which
+                        have none
+
+    Raises `ConfigError` when these do not fit together.
     """
 
     feature_mean: Tensor
@@ -47,27 +64,46 @@ class MILModel(nn.Module):
         aggregator: str = "abmil",
         dim: int = 512,
         layer_options: dict[str, Any] | None = None,
+        aggregator_options: dict[str, Any] | None = None,
         dropout: float = 0.25,
+        task: str = "classification",
+        edges: Sequence[float] = (),
+        temperature: float = 1.0,
+        allow_nonspatial: bool = False,
         generator: torch.Generator | None = None,
     ):
         super().__init__()
-        if num_classes < 1:
-            raise ConfigError(f"num_classes={num_classes}; expected at least 1")
-        options = dict(layer_options or {})
         self.config = {
             "input_dim": input_dim,
             "num_classes": num_classes,
             "layer": layer,
             "aggregator": aggregator,
             "dim": dim,
-            "layer_options": options,
+            "layer_options": dict(layer_options or {}),
+            "aggregator_options": dict(aggregator_options or {}),
             "dropout": dropout,
+            "task": task,
+            "edges": list(edges),
+            "temperature": temperature,
+            "allow_nonspatial": allow_nonspatial,
         }
-        self.input_dim = input_dim
-        self.num_classes = num_classes
-        self.layer = _build_layer(layer, input_dim, dim, options, dropout, generator)
-        self.aggregator = build_aggregator(aggregator, dim, dropout=dropout, generator=generator)
-        self.head = nn.Linear(dim, num_classes)
+        self.input_dim, self.task, self.temperature = input_dim, task, temperature
+        self.answers = build_head(task, num_classes, edges)
+        self.layer = _build_layer(layer, input_dim, dim, dict(layer_options or {}), dropout, generator)
+        self.aggregator = build_aggregator(
+            aggregator,
+            dim,
+            self.answers.outputs,
+            dropout=dropout,
+            options=aggregator_options,
+            generator=generator,
+        )
+        if self.routes_slots and getattr(self.aggregator, "ordered", False) and not allow_nonspatial:
+            raise ConfigError(
+                f"aggregator={aggregator!r} reads patches in their order, and MAMMOTH's slots have none: use "
+                "layer_options keep_slots=False, another aggregator, or allow_nonspatial=True"
+            )
+        self.head = nn.Linear(cast(int, self.aggregator.out_dim), self.answers.outputs)
         self.register_buffer("feature_mean", torch.zeros(input_dim))
         self.register_buffer("feature_std", torch.ones(input_dim))
         nn.init.xavier_uniform_(self.head.weight, generator=generator)
@@ -78,22 +114,80 @@ class MILModel(nn.Module):
         self.feature_mean.copy_(mean_D)
         self.feature_std.copy_(torch.where(std_D > 0, std_D, 1))
 
+    def calibrate(self, temperature: float) -> None:
+        """Divide logits by `temperature` in `answer`; it is saved with the model."""
+        self.temperature = self.config["temperature"] = temperature
+
     @property
     def routes_slots(self) -> bool:
         return isinstance(self.layer, Mammoth) and self.layer.keep_slots
 
     def forward(
-        self, x_BND: Tensor, mask_BN: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        x_BND: Tensor,
+        mask_BN: Tensor | None = None,
+        *,
+        labels_B: Tensor | None = None,
+        generator: torch.Generator | None = None,
     ) -> MILOutput:
-        """x (B, N, D), mask (B, N) True = real patch. Raises what `Mammoth.forward` raises."""
+        """x (B, N, D), mask (B, N) True = real patch; labels are for the losses of an aggregator that has its own.
+
+        Raises what `Mammoth.forward` raises.
+        """
         self._check(x_BND, mask_BN)
         x_BND = (x_BND - self.feature_mean) / self.feature_std
         if isinstance(self.layer, Mammoth):
             tokens = self.layer(x_BND, mask_BN, generator=generator)
         else:
             tokens = self.layer(x_BND if mask_BN is None else x_BND.masked_fill(~mask_BN[..., None], 0))
-        pooled, attention = self.aggregator(tokens, None if self.routes_slots else mask_BN)
-        return MILOutput(self.head(pooled), attention)
+        real_BM = None if self.routes_slots else mask_BN
+        pooled: Pooled = self.aggregator(tokens, real_BM, labels_B=labels_B, generator=generator)
+        logits = self.score(pooled.vector)
+        attention = self._one_attention(pooled.attention, logits)
+        return MILOutput(logits, attention, pooled.side_logits_BKC, pooled.side_mask_BK, pooled.losses)
+
+    def score(self, vector: Tensor) -> Tensor:
+        """Pooled vectors (B, D), or one an output (B, O, D), through the head's linear layer: (B, O)."""
+        if vector.dim() == 2:
+            return self.head(vector)
+        return (vector * self.head.weight).sum(-1) + self.head.bias
+
+    def _one_attention(self, attention: Tensor, logits_BO: Tensor) -> Tensor:
+        if attention.dim() == 2:
+            return attention
+        if self.task != "classification":
+            return attention.mean(1)
+        return attention[torch.arange(len(attention)), logits_BO.argmax(1)]
+
+    def loss(
+        self,
+        x_BND: Tensor,
+        mask_BN: Tensor | None,
+        target: Tensor,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """The training loss of a mini-batch: the head's, that of the side answers, and the aggregator's own."""
+        labels = target if self.task == "classification" else None
+        out = self.forward(x_BND, mask_BN, labels_B=labels, generator=generator)
+        total = self.answers.loss(out.logits_BC, target)
+        if out.side_logits_BKC is not None:
+            total = total + self._side_loss(out.side_logits_BKC, out.side_mask_BK, target)
+        return total + sum(out.losses.values())
+
+    def _side_loss(self, side_BKC: Tensor, mask_BK: Tensor | None, target: Tensor) -> Tensor:
+        if mask_BK is None:
+            mask_BK = side_BKC.new_ones(side_BKC.shape[:2], dtype=torch.bool)
+        terms = []
+        for k in range(side_BKC.shape[1]):
+            there = mask_BK[:, k]
+            if there.any():
+                terms.append(self.answers.loss(side_BKC[there, k], target[there]) * there.sum())
+        return torch.stack(terms).sum() / mask_BK.sum()
+
+    def answer(self, logits_BC: Tensor) -> Tensor:
+        """Calibrated class or grade probabilities (B, C); survival of each bin (B, K); or Cox's log-hazard (B, 1)."""
+        return self.answers.answer(logits_BC, self.temperature)
 
     @torch.no_grad()
     def patch_scores(self, x_BND: Tensor, mask_BN: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
