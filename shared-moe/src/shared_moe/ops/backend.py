@@ -23,8 +23,8 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "grouped_linear": ("triton",),
     "lowrank_experts": ("triton",),
     "sample_log_dirichlet": ("cuda",),
-    "slot_mix": ("cuda",),
-    "slot_unmix": ("cuda",),
+    "slot_mix": (),
+    "slot_unmix": (),
     "sort_by_expert": ("cuda", "triton"),
     "spectral_linear": ("triton",),
     "topk_route": ("triton",),
@@ -87,7 +87,15 @@ def why_not(kernel: str, x: Tensor) -> str | None:
 
 
 def _why_not_cuda(x: Tensor) -> str | None:
-    return "the tensor is on " + x.device.type if x.device.type != "cuda" else "not built"
+    from shared_moe.ops.cuda import nvrtc
+
+    if x.device.type != "cuda":
+        return f"the tensor is on {x.device.type}"
+    if not nvrtc.available():
+        return nvrtc.MISSING
+    if torch.cuda.is_available() and capability(x.device) < (8, 0):
+        return f"{x.device} is older than sm_80"
+    return None
 
 
 @functools.cache
@@ -117,7 +125,7 @@ def explain_backend(op: str) -> tuple[str, str]:
         if why is None:
             return kernel, "; ".join([*reasons, "the fastest kernel for this GPU"])
         reasons.append(f"not {kernel}: {why}")
-    return "torch", "; ".join(reasons)
+    return "torch", "; ".join(reasons) or "there is no kernel for a GPU"
 
 
 def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:

@@ -7,10 +7,24 @@ import torch
 from torch import Tensor
 
 from shared_moe.errors import InputError, ShapeError
+from shared_moe.ops.backend import choose_backend, resolve
+
+MOST_EXPERTS = 1024
+"""Experts that the kernels for GPUs sort by; torch sorts by more."""
 
 
 @torch.library.custom_op("shared_moe::sort_by_expert", mutates_args=())
 def sort_op(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    if expert_ids_TK.device.type == "cuda" and num_experts <= MOST_EXPERTS:
+        kernel = resolve("sort_by_expert", choose_backend("sort_by_expert"), expert_ids_TK)
+        if kernel == "cuda":
+            from shared_moe.ops.cuda.sort import sort
+
+            return sort(expert_ids_TK, num_experts)
+        if kernel == "triton":
+            from shared_moe.ops.triton.sort import sort
+
+            return sort(expert_ids_TK, num_experts)
     flat = expert_ids_TK.reshape(-1)
     if flat.numel() and flat.device.type == "cpu":
         low, high = (v.item() for v in flat.aminmax())
