@@ -10,7 +10,7 @@ struct Philox {
     HD Philox(unsigned long long seed, unsigned long long element)
         : key{unsigned(seed), unsigned(seed >> 32)}, counter{0, 0, unsigned(element), unsigned(element >> 32)} {}
 
-    // Two uniform numbers in (0, 1), of 53 bits each.
+    // Two uniform numbers in (0, 1), of 52 random bits each.
     HD void uniforms(double& u, double& v) {
         unsigned c[4] = {counter[0], counter[1], counter[2], counter[3]}, k[2] = {key[0], key[1]};
         for (int round = 0; round < 10; ++round) {
@@ -38,10 +38,16 @@ HD double digamma(double b) {
 
 constexpr int MOST_TERMS = 100000;
 constexpr double PRECISE = 1e-15;
+constexpr double NORMAL = 1e7;  // shape above which the Gamma distribution is taken as nearly normal
 
 // dx/db of a sample x ~ Gamma(b), b >= 1: the series of the lower tail below b + 1, above it the continued fraction
-// of the upper tail, each with its derivative in b.
+// of the upper tail, each with its derivative in b. For large b the Cornish-Fisher expansion at a fixed quantile z,
+// x = b + z sqrt(b) + (z^2 - 1) / 3 + ..., whose error in the derivative is of order b^(-3/2).
 HD double gamma_derivative(double x, double b) {
+    if (b > NORMAL) {
+        const double root = sqrt(b), r = (x - b) / root, z = r - (r * r - 1) / (3 * root);
+        return 1 + z / (2 * root);
+    }
     if (x < b + 1) {
         double term = 1, sum = 1, harmonic = 0, slope = 0;
         for (int n = 1; n < MOST_TERMS; ++n) {

@@ -2,6 +2,8 @@
 
 import ctypes
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +29,15 @@ def _check(code: int, what: str) -> None:
         raise LaunchError(f"{what} failed: {(words.value or b'unknown error').decode()} ({code})")
 
 
+def _attach(device: torch.device) -> None:
+    """Make the device's context current on this thread; a thread of autograd's may have none yet."""
+    context = ctypes.c_void_p()
+    _check(_driver().cuCtxGetCurrent(ctypes.byref(context)), "asking for the context")
+    if not context.value:
+        _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device.index), f"using {device}")
+        _check(_driver().cuCtxSetCurrent(context), f"using {device}")
+
+
 @functools.cache
 def _function(name: str, kernel: str, device: torch.device) -> ctypes.c_void_p:
     major, minor = capability(device)
@@ -37,17 +48,23 @@ def _function(name: str, kernel: str, device: torch.device) -> ctypes.c_void_p:
     return function
 
 
-def launch(
-    name: str, kernel: str, blocks: int, threads: int, *arguments: Tensor | ctypes._SimpleCData
-) -> None:
+Argument = Tensor | ctypes._SimpleCData | ctypes.Structure
+
+
+def packed(arguments: Sequence[Argument]) -> tuple[list[Any], ctypes.Array]:
+    """(the values, which must outlive the call; their addresses) as the driver wants a kernel's arguments."""
+    values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments]
+    return values, (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+
+
+def launch(name: str, kernel: str, blocks: int, threads: int, *arguments: Argument) -> None:
     """Run `kernel` of ops/cuda/`name`; the first argument is a tensor on the device that runs it."""
     first = arguments[0]
     assert isinstance(first, Tensor)
     with torch.cuda.device(first.device):
-        stream = torch.cuda.current_stream()  # creates the device's context
-        values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        _attach(first.device)
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         function = _function(name, kernel, first.device)
-        handle = ctypes.c_void_p(stream.cuda_stream)
-        code = _driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, handle, pointers, None)
+        _values, pointers = packed(arguments)
+        code = _driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None)
         _check(code, f"launching {kernel}")

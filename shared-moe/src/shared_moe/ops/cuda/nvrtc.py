@@ -10,6 +10,7 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
 from filelock import FileLock
 
 from shared_moe.errors import MoeError
@@ -43,7 +44,8 @@ def _nvrtc() -> ctypes.CDLL | None:
     spec = find_spec("nvidia")
     roots = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
     found = [p for root in roots for p in sorted(root.glob("*/lib/libnvrtc.so.*"))]
-    for path in [*map(str, found), "libnvrtc.so"]:
+    major = (torch.version.cuda or "").split(".")[0]
+    for path in [*map(str, found), f"libnvrtc.so.{major}", "libnvrtc.so"]:
         try:
             return ctypes.CDLL(path)
         except OSError:
@@ -51,6 +53,7 @@ def _nvrtc() -> ctypes.CDLL | None:
     return None
 
 
+@functools.cache
 def _compiler() -> str | None:
     """Name and version of what compiles; None if nothing is there."""
     library = _nvrtc()
@@ -78,7 +81,8 @@ def available() -> bool:
 def compile_cubin(name: str, arch: int) -> Path:
     """The machine code of ops/cuda/`name` for sm_`arch`, from the cache where it is there.
 
-    Raises `CompileError` with the compiler's words.
+    Two processes never compile at once, and a file appears whole or not at all. Raises `CompileError` with the
+    compiler's words, or when the cache can't be written.
     """
     compiler = _compiler()
     if compiler is None:
@@ -89,16 +93,25 @@ def compile_cubin(name: str, arch: int) -> Path:
     target = cache_folder() / f"{Path(name).stem}-sm_{arch}-{digest}.cubin"
     if target.is_file():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.with_suffix(".lock")):
-        if not target.is_file():
-            with atomic_path(target) as out:
-                library = _nvrtc()
-                if library is None:
-                    _by_nvcc(text, arch, out)
-                else:
-                    out.write_bytes(_by_nvrtc(library, text, name, arch))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(target.with_suffix(".lock")):
+            if not target.is_file():
+                with atomic_path(target) as out:
+                    _compile(text, name, arch, out)
+    except OSError as e:
+        raise CompileError(
+            f"can't keep machine code in {target.parent} ({e}); set XDG_CACHE_HOME to a folder that can be written"
+        ) from e
     return target
+
+
+def _compile(text: str, name: str, arch: int, out: Path) -> None:
+    library = _nvrtc()
+    if library is None:
+        _by_nvcc(text, arch, out)
+    else:
+        out.write_bytes(_by_nvrtc(library, text, name, arch))
 
 
 def _by_nvcc(text: str, arch: int, out: Path) -> None:

@@ -27,7 +27,7 @@ extern "C" __global__ void sort_place(const index_t* ids, const index_t* start, 
         const int rank = lower_lanes(same, lane);
         if (e >= 0) order[next[e] + rank] = s;
         __syncwarp();
-        if (e >= 0 && rank == 0) next[e] += __popc(same);
+        if (e >= 0 && rank == 0) next[e] += population(same);
         __syncwarp();
     }
 }
