@@ -102,9 +102,10 @@ class Case:
 
     @property
     def tile(self) -> str:
-        """The block sizes, shortly."""
+        """The block sizes, shortly; "back" for the product with the weights untransposed, the gradient of the rows."""
         blocks = [f"{k[6:]}{v}" for k, v in self.constants.items() if k.startswith("BLOCK_")]
-        return " ".join([*blocks, f"w{self.warps}", f"s{self.stages}"])
+        back = ["back"] if self.constants.get("K_INNER") is False else []
+        return " ".join([*back, *blocks, f"w{self.warps}", f"s{self.stages}"])
 
 
 def plain(kernel: Any) -> Any:
