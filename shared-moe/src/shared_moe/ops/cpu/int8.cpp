@@ -1,0 +1,194 @@
+// Products with int8 weights for a few rows an expert, reading each weight once at memory speed. Compiled together with
+// moe.cpp. Each row is rounded to 16-bit integers, one scale a block of columns: 512 · 32767 · 127 < 2^31, so a block
+// sums exactly in 32 bits, in any order. Blocks and scales are added up in float32.
+// Shapes: S rows in expert order, D width, H output width, E experts, B blocks of a row.
+
+#include <cmath>
+
+#if defined(__AVX2__) || defined(__AVX512BW__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t block = 512;
+constexpr float smallest = 1e-33f;  // blocks below this count as zero, so that no scale is denormal
+
+// step products in each instruction; `ints` holds the sums.
+#if defined(__AVX512BW__)
+struct Vector {
+    static constexpr int64_t step = 32;
+    using ints = __m512i;
+    using shorts = __m512i;
+    using floats = __m512;
+    static ints zeros() { return _mm512_setzero_si512(); }
+    static floats none() { return _mm512_setzero_ps(); }
+    static shorts load(const int16_t* x) { return _mm512_loadu_si512(x); }
+    static shorts widen(const int8_t* w) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)w)); }
+    static ints add_product(ints sum, shorts w, shorts x) {
+#if defined(__AVX512VNNI__)
+        return _mm512_dpwssd_epi32(sum, w, x);
+#else
+        return _mm512_add_epi32(sum, _mm512_madd_epi16(w, x));
+#endif
+    }
+    static floats add_scaled(floats sum, ints v, float scale) {
+        return _mm512_fmadd_ps(_mm512_cvtepi32_ps(v), _mm512_set1_ps(scale), sum);
+    }
+    static float total(floats v) { return _mm512_reduce_add_ps(v); }
+};
+#elif defined(__AVX2__) && defined(__FMA__)
+struct Vector {
+    static constexpr int64_t step = 16;
+    using ints = __m256i;
+    using shorts = __m256i;
+    using floats = __m256;
+    static ints zeros() { return _mm256_setzero_si256(); }
+    static floats none() { return _mm256_setzero_ps(); }
+    static shorts load(const int16_t* x) { return _mm256_loadu_si256((const __m256i*)x); }
+    static shorts widen(const int8_t* w) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)w)); }
+    static ints add_product(ints sum, shorts w, shorts x) { return _mm256_add_epi32(sum, _mm256_madd_epi16(w, x)); }
+    static floats add_scaled(floats sum, ints v, float scale) {
+        return _mm256_fmadd_ps(_mm256_cvtepi32_ps(v), _mm256_set1_ps(scale), sum);
+    }
+    static float total(floats v) {
+        float parts[8], sum = 0.0f;
+        _mm256_storeu_ps(parts, v);
+        for (float part : parts) sum += part;
+        return sum;
+    }
+};
+#else
+struct Vector {
+    static constexpr int64_t step = 1;
+    using ints = int32_t;
+    using shorts = int32_t;
+    using floats = float;
+    static ints zeros() { return 0; }
+    static floats none() { return 0.0f; }
+    static shorts load(const int16_t* x) { return *x; }
+    static shorts widen(const int8_t* w) { return *w; }
+    static ints add_product(ints sum, shorts w, shorts x) { return sum + w * x; }
+    static floats add_scaled(floats sum, ints v, float scale) { return sum + float(v) * scale; }
+    static float total(floats v) { return v; }
+};
+#endif
+
+// A row as 16-bit integers: q = x / scale rounded to nearest, scale = max |x| / 32767 of its block. A value that is not
+// finite makes the scale of its block NaN, and with it all that the row yields.
+template <class T>
+void round_row(int64_t D, const typename T::storage* x, int16_t* q, float* scale) {
+    for (int64_t begin = 0; begin < D; begin += block, ++scale) {
+        const int64_t end = std::min(begin + block, D);
+        float most = 0.0f, poison = 0.0f;
+        for (int64_t d = begin; d < end; ++d) {
+            const float v = std::fabs(T::load(x[d]));
+            most = v > most ? v : most;
+            poison += v * 0.0f;
+        }
+        const bool clean = poison == 0.0f;
+        const float inverse = clean && most > smallest ? 32767.0f / most : 0.0f;
+        for (int64_t d = begin; d < end; ++d) q[d] = clean ? int16_t(std::lrintf(T::load(x[d]) * inverse)) : 0;
+        *scale = most / 32767.0f + poison;
+    }
+}
+
+// Bytes from the one in use to the one asked for: the rows of a group lie one after another, and are asked for in that
+// order, which the processor's own prefetcher follows.
+constexpr int64_t ahead = 8192;
+
+// y[n][r] = w[r] · x[n] · w_scale[r] for R rows of the matrix and N rows of x.
+template <class T, int R, int N>
+inline void int8_dots(int64_t D, int64_t B, const int8_t* w, const float* w_scale, const int16_t* x,
+                      const float* x_scale, typename T::storage* y, int64_t y_stride) {
+    typename Vector::floats sums[R][N];
+    float rest[R][N] = {};
+    for (auto& row : sums)
+        for (auto& sum : row) sum = Vector::none();
+    for (int64_t b = 0; b < B; ++b) {
+        const int64_t end = std::min((b + 1) * block, D);
+        int64_t d = b * block;
+        typename Vector::ints products[R][N];
+        for (auto& row : products)
+            for (auto& product : row) product = Vector::zeros();
+        for (; d + Vector::step <= end; d += Vector::step) {
+            if constexpr (R * Vector::step >= 64)
+                for (int64_t line = 0; line < R * Vector::step; line += 64)
+                    __builtin_prefetch(w + ahead + d * R + line);
+            typename Vector::shorts v[N];
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) v[n] = Vector::load(x + n * D + d);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) {
+                const auto m = Vector::widen(w + r * D + d);
+#pragma GCC unroll 4
+                for (int n = 0; n < N; ++n) products[r][n] = Vector::add_product(products[r][n], m, v[n]);
+            }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) {
+                const float scale = x_scale[n * B + b];
+                sums[r][n] = Vector::add_scaled(sums[r][n], products[r][n], scale);
+                int32_t sum = 0;
+                for (int64_t i = d; i < end; ++i) sum += int32_t(w[r * D + i]) * x[n * D + i];
+                rest[r][n] += float(sum) * scale;
+            }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int n = 0; n < N; ++n)
+            y[n * y_stride + r] = T::store((Vector::total(sums[r][n]) + rest[r][n]) * w_scale[r]);
+}
+
+// The same for any number n of rows of x.
+template <class T, int R>
+void int8_rows(int64_t n, int64_t D, int64_t B, const int8_t* w, const float* w_scale, const int16_t* x,
+               const float* x_scale, typename T::storage* y, int64_t y_stride) {
+    for (; n >= 4; n -= 4, x += 4 * D, x_scale += 4 * B, y += 4 * y_stride)
+        int8_dots<T, R, 4>(D, B, w, w_scale, x, x_scale, y, y_stride);
+    if (n == 3) int8_dots<T, R, 3>(D, B, w, w_scale, x, x_scale, y, y_stride);
+    if (n == 2) int8_dots<T, R, 2>(D, B, w, w_scale, x, x_scale, y, y_stride);
+    if (n == 1) int8_dots<T, R, 1>(D, B, w, w_scale, x, x_scale, y, y_stride);
+}
+
+// y_s = W_e(s) x_s for the experts with at most `most` rows; the rows of others stay as they are.
+template <class T, class V = typename T::storage>
+void int8_linear_of(int threads, int64_t E, int64_t H, int64_t D, int64_t most, const V* x, const int8_t* weight,
+                    const float* scale, const int64_t* counts, V* y) {
+    constexpr int64_t R = 4;
+    const int64_t B = (D + block - 1) / block, groups = (H + R - 1) / R;
+    std::vector<int64_t> hit, start;
+    int64_t S = 0;
+    for (int64_t e = 0; e < E; S += counts[e++])
+        if (counts[e] && counts[e] <= most) hit.push_back(e), start.push_back(S);
+    std::vector<int16_t> rounded(S * D);
+    std::vector<float> x_scale(S * B);
+    for (size_t i = 0; i < hit.size(); ++i)
+        for (int64_t s = start[i]; s < start[i] + counts[hit[i]]; ++s)
+            round_row<T>(D, x + s * D, &rounded[s * D], &x_scale[s * B]);
+    parallel(int64_t(hit.size()) * groups, grain_of(R * D), threads, [&](int64_t begin, int64_t end) {
+        for (int64_t g = begin; g < end; ++g) {
+            const int64_t e = hit[g / groups], s = start[g / groups], h = g % groups * R;
+            const int8_t* w = weight + (e * H + h) * D;
+            const float* w_scale = scale + e * H + h;
+            const int16_t* rows = &rounded[s * D];
+            if (h + R <= H) {
+                int8_rows<T, R>(counts[e], D, B, w, w_scale, rows, &x_scale[s * B], y + s * H + h, H);
+                continue;
+            }
+            for (int64_t r = 0; r < H - h; ++r)
+                int8_rows<T, 1>(counts[e], D, B, w + r * D, w_scale + r, rows, &x_scale[s * B], y + s * H + h + r, H);
+        }
+    });
+}
+
+}  // namespace
+
+extern "C" void int8_linear(int dtype, int threads, int64_t E, int64_t H, int64_t D, int64_t most, const void* x,
+                            const int8_t* weight, const float* scale, const int64_t* counts, void* y) {
+    if (dtype == 0)
+        int8_linear_of<Float32>(threads, E, H, D, most, (const float*)x, weight, scale, counts, (float*)y);
+    else
+        int8_linear_of<BFloat16>(threads, E, H, D, most, (const uint16_t*)x, weight, scale, counts, (uint16_t*)y);
+}

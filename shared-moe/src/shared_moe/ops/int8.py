@@ -1,0 +1,232 @@
+"""Experts with int8 weights for inference on the CPU: symmetric, one scale an output channel.
+
+    W ≈ scale · q,  q in -127 to 127,  scale = max |row of W| / 127
+
+Up to `FEW_ROWS` rows an expert a native pass reads the weights once, at memory speed, with the rows rounded to 16 bits;
+for more, and without a compiler, one expert at a time is widened (exactly) and multiplied by torch.
+
+Shapes: T tokens, K slots a token, S rows in expert order, D width, F hidden width, O output width, E experts, H rows of
+a matrix (for the first one 2F when gated, else F).
+"""
+
+import torch
+from torch import Tensor
+
+from shared_moe import native
+from shared_moe.errors import InputError, ShapeError
+from shared_moe.ops.activations import activate, check_activation
+from shared_moe.ops.combine import combine
+from shared_moe.ops.products import bias_rows, check_counts, groups
+from shared_moe.ops.sort import sort_by_expert
+
+FEW_ROWS = 16  # up to this many rows an expert, reading the weights costs more than multiplying
+
+
+def quantize_int8(weight_EHD: Tensor) -> tuple[Tensor, Tensor]:
+    """(q int8 (E, H, D), scale float32 (E, H)) with |W − scale · q| ≤ scale / 2; a row of zeros has scale 0.
+
+    Any float dtype, on the CPU. Raises `ShapeError` for another shape or dtype, `InputError` for another device or
+    values that are not finite.
+    """
+    if weight_EHD.dim() != 3 or not weight_EHD.is_floating_point() or weight_EHD.numel() == 0:
+        raise ShapeError(
+            f"weights must be floats of shape (E, H, D), got {weight_EHD.dtype} {tuple(weight_EHD.shape)}"
+        )
+    check_device(weight_EHD)
+    q_EHD = torch.empty(weight_EHD.shape, dtype=torch.int8)
+    scale_EH = torch.empty(weight_EHD.shape[:2], dtype=torch.float32)
+    for e, weight in enumerate(weight_EHD.detach().unbind(0)):
+        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        most = wide.abs().amax(1)
+        if not most.isfinite().all():
+            row = int(most.isfinite().logical_not().nonzero()[0])
+            raise InputError(
+                f"the weights of expert {e} hold NaN or infinity in row {row}; int8 needs finite weights"
+            )
+        scale_EH[e] = most / 127
+        divisor = torch.where(scale_EH[e] > 0, scale_EH[e], 1).to(wide.dtype)
+        q_EHD[e] = (wide / divisor[:, None]).round_().clamp_(-127, 127)
+    return q_EHD, scale_EH
+
+
+def check_device(tensor: Tensor) -> None:
+    if tensor.device.type not in ("cpu", "meta"):
+        raise InputError(f"int8 experts run on the CPU, but this is on {tensor.device}; move it with .cpu()")
+
+
+@torch.library.custom_op("shared_moe::int8_linear", mutates_args=())
+def _int8_linear(x_SD: Tensor, weight_EHD: Tensor, scale_EH: Tensor, counts_E: Tensor) -> Tensor:
+    check_counts(counts_E, x_SD.shape[0])
+    _, H, D = weight_EHD.shape
+    y_SH = x_SD.new_zeros(x_SD.shape[0], H)
+    done = FEW_ROWS if native.int8_linear(x_SD, weight_EHD, scale_EH, counts_E, FEW_ROWS, y_SH) else 0
+    wide = x_SD.dtype if x_SD.dtype in (torch.bfloat16, torch.float64) else torch.float32
+    widened_HD = None
+    for e, rows in groups(counts_E):
+        if rows.stop - rows.start <= done:
+            continue
+        if widened_HD is None:
+            widened_HD = x_SD.new_empty(H, D, dtype=wide)
+        widened_HD.copy_(weight_EHD[e])
+        y_SH[rows] = torch.mm(x_SD[rows].to(wide), widened_HD.t()) * scale_EH[e]
+    return y_SH
+
+
+@_int8_linear.register_fake
+def _(x_SD: Tensor, weight_EHD: Tensor, scale_EH: Tensor, counts_E: Tensor) -> Tensor:
+    return x_SD.new_empty(x_SD.shape[0], weight_EHD.shape[1])
+
+
+def _backward(ctx, grad_SH: Tensor):
+    raise InputError(
+        "int8 experts are for inference and have no gradient: train the original weights and quantise them "
+        "afterwards, or run under torch.no_grad()"
+    )
+
+
+_int8_linear.register_autograd(_backward)
+
+
+def int8_linear(
+    x_SD: Tensor,
+    weight_EHD: Tensor,
+    scale_EH: Tensor,
+    counts_E: Tensor,
+    bias_EH: Tensor | None = None,
+) -> Tensor:
+    """y_s = scale_e(s) · (W_e(s) x_s) + b_e(s): (S, D) rows sorted by expert -> (S, H), in x's dtype; on the CPU.
+
+    weight and scale as from `quantize_int8`, contiguous; counts_E: int64, rows of each expert; rows past their sum give
+    zeros. A backward pass through it raises `InputError`.
+    Raises `ShapeError` when shapes or dtypes disagree, `InputError` for counts that are negative or too large, or
+    tensors on another device.
+    """
+    check_device(x_SD)
+    check_device(weight_EHD)
+    if weight_EHD.dtype != torch.int8 or scale_EH.dtype != torch.float32 or not x_SD.is_floating_point():
+        raise ShapeError(
+            f"weight is {weight_EHD.dtype}, scale {scale_EH.dtype}, x {x_SD.dtype}; expected int8, float32 and a float "
+            "(to change a model's dtype, do so before its experts are quantised)"
+        )
+    if x_SD.dim() != 2 or weight_EHD.dim() != 3 or x_SD.shape[1] != weight_EHD.shape[2]:
+        raise ShapeError(
+            f"x {tuple(x_SD.shape)} and weight {tuple(weight_EHD.shape)} must be (S, D) and (E, H, D)"
+        )
+    if scale_EH.shape != weight_EHD.shape[:2] or not (
+        weight_EHD.is_contiguous() and scale_EH.is_contiguous()
+    ):
+        raise ShapeError(
+            f"scale {tuple(scale_EH.shape)} must be {tuple(weight_EHD.shape[:2])}, and it and weight contiguous"
+        )
+    if counts_E.shape != weight_EHD.shape[:1] or counts_E.dtype != torch.int64:
+        raise ShapeError(
+            f"counts must be int64 of shape ({weight_EHD.shape[0]},), got {counts_E.dtype} {tuple(counts_E.shape)}"
+        )
+    if bias_EH is not None and bias_EH.shape != scale_EH.shape:
+        raise ShapeError(f"bias {tuple(bias_EH.shape)} must be {tuple(scale_EH.shape)}")
+    y_SH = _int8_linear(x_SD.contiguous(), weight_EHD, scale_EH, counts_E.contiguous())
+    return y_SH if bias_EH is None else y_SH + bias_rows(bias_EH, counts_E, x_SD.shape[0]).to(y_SH.dtype)
+
+
+def int8_ffn(
+    x_TD: Tensor,
+    gate_up_EHD: Tensor,
+    gate_up_scale_EH: Tensor,
+    down_EOF: Tensor,
+    down_scale_EO: Tensor,
+    expert_ids_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    gate_up_bias_EH: Tensor | None = None,
+    down_bias_EO: Tensor | None = None,
+    activation: str = "silu",
+    gated: bool = True,
+) -> Tensor:
+    """`grouped_ffn` with int8 weights: (T, D) -> (T, O), in x's dtype. For inference, on the CPU.
+
+    The first four arguments after x as from `quantize_int8`; the rest as in `grouped_ffn`. How far the result can lie
+    from that of the original weights, `int8_error_bound` tells.
+    Raises as `int8_linear` does, and `ShapeError` where ids or combine weights do not fit.
+    """
+    check_activation(activation, gated)
+    check_ids(x_TD, expert_ids_TK, weights_TK)
+    order, counts = sort_by_expert(expert_ids_TK, gate_up_EHD.shape[0])
+    rows_SD = x_TD.index_select(0, order // expert_ids_TK.shape[1])
+    h_SH = int8_linear(rows_SD, gate_up_EHD, gate_up_scale_EH, counts, gate_up_bias_EH)
+    a_SF = activate(h_SH, activation, gated)
+    rows_SO = int8_linear(a_SF, down_EOF, down_scale_EO, counts, down_bias_EO)
+    return combine(rows_SO, order, counts, weights_TK)
+
+
+def check_ids(x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> None:
+    T, ids = x_TD.shape[0], expert_ids_TK
+    if ids.dim() != 2 or ids.shape[0] != T or ids.shape != weights_TK.shape or ids.dtype != torch.int64:
+        raise ShapeError(
+            f"expert_ids must be int64 ({T}, K) and weights the same shape; got {ids.dtype} {tuple(ids.shape)} and "
+            f"{tuple(weights_TK.shape)}"
+        )
+    if not weights_TK.is_floating_point():
+        raise ShapeError(f"weights are {weights_TK.dtype}; expected a float dtype")
+
+
+LIPSCHITZ = {"silu": 1.1, "gelu": 1.13, "gelu_tanh": 1.13, "relu": 1.0, "identity": 1.0}
+"""Activation -> the most by which its slope exceeds zero, rounded up."""
+
+
+def int8_error_bound(
+    x_TD: Tensor,
+    gate_up_EHD: Tensor,
+    gate_up_scale_EH: Tensor,
+    down_EOF: Tensor,
+    down_scale_EO: Tensor,
+    expert_ids_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    gate_up_bias_EH: Tensor | None = None,
+    down_bias_EO: Tensor | None = None,
+    activation: str = "silu",
+    gated: bool = True,
+) -> Tensor:
+    """How far each value of `int8_ffn` can lie from `grouped_ffn` with the original weights: (T, O), float64.
+
+    It holds for every input and needs only what was quantised. With q̂ for the quantised layer, L the activation's
+    largest slope and ε the rounding of rows to 16 bits (max |x| / 65534 a value):
+
+        |h − ĥ| ≤ scale/2 · ‖x‖₁ + ‖row of Ŵ₁‖₁ ε(x)                               =: δ
+        |a − â| ≤ L δ_gate (|û| + δ_up) + |act(ĝ)| δ_up                            =: α   (L δ when not gated)
+        |y − ŷ| ≤ Σ_f (|Ŵ₂| + scale/2) α + scale/2 · ‖â‖₁ + ‖row of Ŵ₂‖₁ ε(â)
+
+    summed over the token's experts with the sizes of their weights. Biases are kept as they are and add nothing; the
+    rounding of x's dtype comes on top. Raises `InputError` for an activation without a bound (gpt_oss).
+    """
+    check_activation(activation, gated)
+    check_ids(x_TD, expert_ids_TK, weights_TK)
+    if activation not in LIPSCHITZ:
+        raise InputError(f"there is no error bound for {activation!r}; there is for {', '.join(LIPSCHITZ)}")
+    slope = LIPSCHITZ[activation]
+    bound_TO = torch.zeros(x_TD.shape[0], down_EOF.shape[1], dtype=torch.float64)
+    for e in expert_ids_TK.unique().tolist():
+        if not 0 <= e < gate_up_EHD.shape[0]:
+            continue
+        t, k = torch.where(expert_ids_TK == e)
+        x = x_TD[t].double()
+        half_1, half_2 = gate_up_scale_EH[e].double() / 2, down_scale_EO[e].double() / 2
+        first, second = gate_up_EHD[e] * 2 * half_1[:, None], down_EOF[e] * 2 * half_2[:, None]
+        h = x @ first.t()
+        if gate_up_bias_EH is not None:
+            h = h + gate_up_bias_EH[e].double()
+        rounding = x.abs().amax(1, keepdim=True) / 65534 * first.abs().sum(1)
+        delta = x.abs().sum(1, keepdim=True) * half_1 + rounding
+        if gated:
+            gate, up = h.chunk(2, 1)
+            delta_gate, delta_up = delta.chunk(2, 1)
+            act = activate(gate, activation, gated=False).abs() + slope * delta_gate
+            a = act * (up.abs() + delta_up)
+            alpha = slope * delta_gate * (up.abs() + delta_up) + act * delta_up
+        else:
+            alpha = slope * delta
+            a = activate(h, activation, gated=False).abs() + alpha
+        row_bound = alpha @ (second.abs() + half_2[:, None]).t() + a.sum(1, keepdim=True) * half_2
+        row_bound += a.amax(1, keepdim=True) / 65534 * second.abs().sum(1)
+        bound_TO.index_add_(0, t, row_bound * weights_TK[t, k, None].abs().double())
+    return bound_TO
