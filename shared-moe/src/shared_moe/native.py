@@ -89,6 +89,7 @@ SIGNATURES = {
     "combine": [_INT, *[_LONG] * 3, *[_POINTER] * 4],
     "swiglu_few_rows": [_INT, *[_LONG] * 5, *[_POINTER] * 8],
     "int8_linear": [_INT, *[_LONG] * 4, *[_POINTER] * 5],
+    "int8_swiglu": [_INT, *[_LONG] * 5, *[_POINTER] * 8],
 }
 """Arguments of each C function after the first, an int."""
 
@@ -258,5 +259,40 @@ def int8_linear(
         _pointer(scale_EH),
         _pointer(counts_E),
         _pointer(y_SH),
+    )
+    return True
+
+
+def int8_swiglu(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    gate_up_EHD: Tensor,
+    gate_up_scale_EH: Tensor,
+    down_EDF: Tensor,
+    down_scale_ED: Tensor,
+    weights_TK: Tensor,
+    y_TD: Tensor,
+) -> bool:
+    """The whole SwiGLU layer with int8 weights, for few tokens; activations stay float32 between the products."""
+    library = _usable(x_TD, y_TD)
+    if library is None:
+        return False
+    ids, weights = ids_TK.contiguous(), weights_TK.to(torch.float32).contiguous()
+    library.int8_swiglu(
+        DTYPES[x_TD.dtype],
+        torch.get_num_threads(),
+        x_TD.shape[0],
+        gate_up_EHD.shape[0],
+        ids.shape[1],
+        x_TD.shape[1],
+        down_EDF.shape[2],
+        _pointer(x_TD),
+        _pointer(ids),
+        _pointer(gate_up_EHD),
+        _pointer(gate_up_scale_EH),
+        _pointer(down_EDF),
+        _pointer(down_scale_ED),
+        _pointer(weights),
+        _pointer(y_TD),
     )
     return True

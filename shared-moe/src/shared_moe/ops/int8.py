@@ -15,9 +15,10 @@ from torch import Tensor
 from shared_moe import native
 from shared_moe.errors import InputError, ShapeError
 from shared_moe.ops.activations import activate, check_activation
-from shared_moe.ops.combine import combine
+from shared_moe.ops.combine import combine_rows
+from shared_moe.ops.grouped_ffn import check_ffn
 from shared_moe.ops.products import bias_rows, check_counts, groups
-from shared_moe.ops.sort import sort_by_expert
+from shared_moe.ops.sort import check_range, positions, sort_op
 
 FEW_ROWS = 16  # up to this many rows an expert, reading the weights costs more than multiplying
 
@@ -54,9 +55,9 @@ def check_device(tensor: Tensor) -> None:
         raise InputError(f"int8 experts run on the CPU, but this is on {tensor.device}; move it with .cpu()")
 
 
-@torch.library.custom_op("shared_moe::int8_linear", mutates_args=())
-def _int8_linear(x_SD: Tensor, weight_EHD: Tensor, scale_EH: Tensor, counts_E: Tensor) -> Tensor:
-    check_counts(counts_E, x_SD.shape[0])
+def _rows_times_weights(
+    x_SD: Tensor, weight_EHD: Tensor, scale_EH: Tensor, counts_E: Tensor, bias_EH: Tensor | None
+) -> Tensor:
     _, H, D = weight_EHD.shape
     y_SH = x_SD.new_zeros(x_SD.shape[0], H)
     done = FEW_ROWS if native.int8_linear(x_SD, weight_EHD, scale_EH, counts_E, FEW_ROWS, y_SH) else 0
@@ -69,22 +70,79 @@ def _int8_linear(x_SD: Tensor, weight_EHD: Tensor, scale_EH: Tensor, counts_E: T
             widened_HD = x_SD.new_empty(H, D, dtype=wide)
         widened_HD.copy_(weight_EHD[e])
         y_SH[rows] = torch.mm(x_SD[rows].to(wide), widened_HD.t()) * scale_EH[e]
-    return y_SH
+    return y_SH if bias_EH is None else y_SH + bias_rows(bias_EH, counts_E, x_SD.shape[0]).to(y_SH.dtype)
+
+
+@torch.library.custom_op("shared_moe::int8_linear", mutates_args=())
+def _int8_linear(
+    x_SD: Tensor, weight_EHD: Tensor, scale_EH: Tensor, counts_E: Tensor, bias_EH: Tensor | None
+) -> Tensor:
+    check_counts(counts_E, x_SD.shape[0])
+    return _rows_times_weights(x_SD, weight_EHD, scale_EH, counts_E, bias_EH)
 
 
 @_int8_linear.register_fake
-def _(x_SD: Tensor, weight_EHD: Tensor, scale_EH: Tensor, counts_E: Tensor) -> Tensor:
+def _(x_SD, weight_EHD, scale_EH, counts_E, bias_EH):
     return x_SD.new_empty(x_SD.shape[0], weight_EHD.shape[1])
 
 
-def _backward(ctx, grad_SH: Tensor):
+@torch.library.custom_op("shared_moe::int8_ffn", mutates_args=())
+def _int8_ffn(
+    x_TD: Tensor,
+    gate_up_EHD: Tensor,
+    gate_up_scale_EH: Tensor,
+    down_EOF: Tensor,
+    down_scale_EO: Tensor,
+    gate_up_bias_EH: Tensor | None,
+    down_bias_EO: Tensor | None,
+    expert_ids_TK: Tensor,
+    weights_TK: Tensor,
+    activation: str,
+    gated: bool,
+) -> Tensor:
+    (T, K), E = expert_ids_TK.shape, gate_up_EHD.shape[0]
+    plain = gated and activation == "silu" and gate_up_bias_EH is None and down_bias_EO is None
+    if plain and T <= FEW_ROWS and x_TD.shape[1] == down_EOF.shape[1]:
+        check_range(expert_ids_TK, E)
+        y_TO = torch.empty_like(x_TD)
+        if native.int8_swiglu(
+            x_TD, expert_ids_TK, gate_up_EHD, gate_up_scale_EH, down_EOF, down_scale_EO, weights_TK, y_TO
+        ):
+            return y_TO
+    order, counts = sort_op(expert_ids_TK, E)
+    rows_SD = x_TD.index_select(0, order // K)
+    h_SH = _rows_times_weights(rows_SD, gate_up_EHD, gate_up_scale_EH, counts, gate_up_bias_EH)
+    a_SF = activate(h_SH, activation, gated)
+    rows_SO = _rows_times_weights(a_SF, down_EOF, down_scale_EO, counts, down_bias_EO)
+    return combine_rows(rows_SO, positions(order, counts).view(T, K), weights_TK)
+
+
+@_int8_ffn.register_fake
+def _(
+    x_TD,
+    gate_up_EHD,
+    gate_up_scale_EH,
+    down_EOF,
+    down_scale_EO,
+    gate_up_bias_EH,
+    down_bias_EO,
+    expert_ids_TK,
+    weights_TK,
+    activation,
+    gated,
+):
+    return x_TD.new_empty(x_TD.shape[0], down_EOF.shape[1])
+
+
+def _no_backward(ctx, grad):
     raise InputError(
         "int8 experts are for inference and have no gradient: train the original weights and quantise them "
         "afterwards, or run under torch.no_grad()"
     )
 
 
-_int8_linear.register_autograd(_backward)
+_int8_linear.register_autograd(_no_backward)
+_int8_ffn.register_autograd(_no_backward)
 
 
 def int8_linear(
@@ -96,36 +154,20 @@ def int8_linear(
 ) -> Tensor:
     """y_s = scale_e(s) · (W_e(s) x_s) + b_e(s): (S, D) rows sorted by expert -> (S, H), in x's dtype; on the CPU.
 
-    weight and scale as from `quantize_int8`, contiguous; counts_E: int64, rows of each expert; rows past their sum give
-    zeros. A backward pass through it raises `InputError`.
-    Raises `ShapeError` when shapes or dtypes disagree, `InputError` for counts that are negative or too large, or
-    tensors on another device.
+    weight and scale as from `quantize_int8`; counts_E: int64, rows of each expert; rows past their sum give zeros.
+    Raises `ShapeError` when shapes or dtypes disagree, `InputError` for counts that are negative or too large, for
+    tensors on another device, and in a backward pass through it.
     """
-    check_device(x_SD)
-    check_device(weight_EHD)
-    if weight_EHD.dtype != torch.int8 or scale_EH.dtype != torch.float32 or not x_SD.is_floating_point():
-        raise ShapeError(
-            f"weight is {weight_EHD.dtype}, scale {scale_EH.dtype}, x {x_SD.dtype}; expected int8, float32 and a float "
-            "(to change a model's dtype, do so before its experts are quantised)"
-        )
-    if x_SD.dim() != 2 or weight_EHD.dim() != 3 or x_SD.shape[1] != weight_EHD.shape[2]:
+    _check(x_SD, "weight", weight_EHD, scale_EH, bias_EH)
+    if x_SD.dim() != 2 or x_SD.shape[1] != weight_EHD.shape[2]:
         raise ShapeError(
             f"x {tuple(x_SD.shape)} and weight {tuple(weight_EHD.shape)} must be (S, D) and (E, H, D)"
-        )
-    if scale_EH.shape != weight_EHD.shape[:2] or not (
-        weight_EHD.is_contiguous() and scale_EH.is_contiguous()
-    ):
-        raise ShapeError(
-            f"scale {tuple(scale_EH.shape)} must be {tuple(weight_EHD.shape[:2])}, and it and weight contiguous"
         )
     if counts_E.shape != weight_EHD.shape[:1] or counts_E.dtype != torch.int64:
         raise ShapeError(
             f"counts must be int64 of shape ({weight_EHD.shape[0]},), got {counts_E.dtype} {tuple(counts_E.shape)}"
         )
-    if bias_EH is not None and bias_EH.shape != scale_EH.shape:
-        raise ShapeError(f"bias {tuple(bias_EH.shape)} must be {tuple(scale_EH.shape)}")
-    y_SH = _int8_linear(x_SD.contiguous(), weight_EHD, scale_EH, counts_E.contiguous())
-    return y_SH if bias_EH is None else y_SH + bias_rows(bias_EH, counts_E, x_SD.shape[0]).to(y_SH.dtype)
+    return _int8_linear(x_SD.contiguous(), weight_EHD, scale_EH, counts_E.contiguous(), bias_EH)
 
 
 def int8_ffn(
@@ -144,29 +186,43 @@ def int8_ffn(
 ) -> Tensor:
     """`grouped_ffn` with int8 weights: (T, D) -> (T, O), in x's dtype. For inference, on the CPU.
 
-    The first four arguments after x as from `quantize_int8`; the rest as in `grouped_ffn`. How far the result can lie
-    from that of the original weights, `int8_error_bound` tells.
-    Raises as `int8_linear` does, and `ShapeError` where ids or combine weights do not fit.
+    The four arguments after x as from `quantize_int8`; the rest as in `grouped_ffn`. How far the result can lie from
+    that of the original weights, `int8_error_bound` tells.
+    Raises `ShapeError` when shapes or dtypes disagree, `InputError` for an expert id out of range, for tensors on
+    another device, and in a backward pass through it.
     """
     check_activation(activation, gated)
-    check_ids(x_TD, expert_ids_TK, weights_TK)
-    order, counts = sort_by_expert(expert_ids_TK, gate_up_EHD.shape[0])
-    rows_SD = x_TD.index_select(0, order // expert_ids_TK.shape[1])
-    h_SH = int8_linear(rows_SD, gate_up_EHD, gate_up_scale_EH, counts, gate_up_bias_EH)
-    a_SF = activate(h_SH, activation, gated)
-    rows_SO = int8_linear(a_SF, down_EOF, down_scale_EO, counts, down_bias_EO)
-    return combine(rows_SO, order, counts, weights_TK)
+    _check(x_TD, "gate_up", gate_up_EHD, gate_up_scale_EH, gate_up_bias_EH)
+    _check(x_TD, "down", down_EOF, down_scale_EO, down_bias_EO)
+    check_ffn(x_TD, gate_up_EHD, down_EOF, expert_ids_TK, weights_TK, gated)
+    return _int8_ffn(
+        x_TD.contiguous(),
+        gate_up_EHD,
+        gate_up_scale_EH,
+        down_EOF,
+        down_scale_EO,
+        gate_up_bias_EH,
+        down_bias_EO,
+        expert_ids_TK,
+        weights_TK,
+        activation,
+        gated,
+    )
 
 
-def check_ids(x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> None:
-    T, ids = x_TD.shape[0], expert_ids_TK
-    if ids.dim() != 2 or ids.shape[0] != T or ids.shape != weights_TK.shape or ids.dtype != torch.int64:
+def _check(x: Tensor, name: str, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+    for tensor in (x, weight, scale):
+        check_device(tensor)
+    if weight.dtype != torch.int8 or scale.dtype != torch.float32 or not x.is_floating_point():
         raise ShapeError(
-            f"expert_ids must be int64 ({T}, K) and weights the same shape; got {ids.dtype} {tuple(ids.shape)} and "
-            f"{tuple(weights_TK.shape)}"
+            f"{name} is {weight.dtype}, its scale {scale.dtype}, x {x.dtype}; expected int8, float32 and a float (to "
+            "change a model's dtype, do so before its experts are quantised)"
         )
-    if not weights_TK.is_floating_point():
-        raise ShapeError(f"weights are {weights_TK.dtype}; expected a float dtype")
+    if weight.dim() != 3 or not (weight.is_contiguous() and scale.is_contiguous()):
+        raise ShapeError(f"{name} {tuple(weight.shape)} must be (E, H, D), and it and its scale contiguous")
+    for what, tensor in (("scale", scale), ("bias", bias)):
+        if tensor is not None and tensor.shape != weight.shape[:2]:
+            raise ShapeError(f"{name}'s {what} is {tuple(tensor.shape)}; expected {tuple(weight.shape[:2])}")
 
 
 LIPSCHITZ = {"silu": 1.1, "gelu": 1.13, "gelu_tanh": 1.13, "relu": 1.0, "identity": 1.0}
@@ -199,8 +255,7 @@ def int8_error_bound(
     summed over the token's experts with the sizes of their weights. Biases are kept as they are and add nothing; the
     rounding of x's dtype comes on top. Raises `InputError` for an activation without a bound (gpt_oss).
     """
-    check_activation(activation, gated)
-    check_ids(x_TD, expert_ids_TK, weights_TK)
+    check_ffn(x_TD, gate_up_EHD, down_EOF, expert_ids_TK, weights_TK, gated)
     if activation not in LIPSCHITZ:
         raise InputError(f"there is no error bound for {activation!r}; there is for {', '.join(LIPSCHITZ)}")
     slope = LIPSCHITZ[activation]

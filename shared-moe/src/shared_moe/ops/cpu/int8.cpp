@@ -93,9 +93,9 @@ void round_row(int64_t D, const typename T::storage* x, int16_t* q, float* scale
     }
 }
 
-// Bytes from the one in use to the one asked for: the rows of a group lie one after another, and are asked for in that
-// order, which the processor's own prefetcher follows.
-constexpr int64_t ahead = 8192;
+// Bytes from those in use to those asked for, in the nearest cache and the next: the rows of a group lie one after
+// another, and are asked for in that order, which the processor's own prefetcher follows.
+constexpr int64_t ahead = 8192, far_ahead = 32768;
 
 // y[n][r] = w[r] · x[n] · w_scale[r] for R rows of the matrix and N rows of x.
 template <class T, int R, int N>
@@ -113,8 +113,10 @@ inline void int8_dots(int64_t D, int64_t B, const int8_t* w, const float* w_scal
             for (auto& product : row) product = Vector::zeros();
         for (; d + Vector::step <= end; d += Vector::step) {
             if constexpr (R * Vector::step >= 64)
-                for (int64_t line = 0; line < R * Vector::step; line += 64)
+                for (int64_t line = 0; line < R * Vector::step; line += 64) {
                     __builtin_prefetch(w + ahead + d * R + line);
+                    __builtin_prefetch(w + far_ahead + d * R + line, 0, 2);
+                }
             typename Vector::shorts v[N];
 #pragma GCC unroll 4
             for (int n = 0; n < N; ++n) v[n] = Vector::load(x + n * D + d);
@@ -131,6 +133,7 @@ inline void int8_dots(int64_t D, int64_t B, const int8_t* w, const float* w_scal
             for (int n = 0; n < N; ++n) {
                 const float scale = x_scale[n * B + b];
                 sums[r][n] = Vector::add_scaled(sums[r][n], products[r][n], scale);
+                if (d == end) continue;
                 int32_t sum = 0;
                 for (int64_t i = d; i < end; ++i) sum += int32_t(w[r * D + i]) * x[n * D + i];
                 rest[r][n] += float(sum) * scale;
@@ -183,12 +186,50 @@ void int8_linear_of(int threads, int64_t E, int64_t H, int64_t D, int64_t most, 
     });
 }
 
+// The SwiGLU layer for few tokens; ids are in -1 to E, of which the ends mean no expert.
+template <class T, class V = typename T::storage>
+void int8_swiglu_of(int threads, int64_t tokens, int64_t E, int64_t K, int64_t D, int64_t F, const V* x,
+                    const int64_t* ids, const int8_t* gate_up, const float* gate_up_scale, const int8_t* down,
+                    const float* down_scale, const float* weights, V* out) {
+    std::vector<int64_t> counts(E), position(tokens * K, -1);
+    for (int64_t i = 0; i < tokens * K; ++i)
+        if (ids[i] >= 0 && ids[i] < E) ++counts[ids[i]];
+    std::vector<int64_t> next(E);
+    int64_t S = 0, most = 0;
+    for (int64_t e = 0; e < E; S += counts[e++]) next[e] = S, most = std::max(most, counts[e]);
+    std::vector<float> in(S * D), h(S * 2 * F), a(S * F), rows(S * D);
+    for (int64_t i = 0; i < tokens * K; ++i) {
+        if (ids[i] < 0 || ids[i] >= E) continue;
+        const int64_t s = position[i] = next[ids[i]]++;
+        for (int64_t d = 0; d < D; ++d) in[s * D + d] = T::load(x[i / K * D + d]);
+    }
+    int8_linear_of<Float32>(threads, E, 2 * F, D, most, in.data(), gate_up, gate_up_scale, counts.data(), h.data());
+    swiglu_forward_of<Float32>(threads, S, F, h.data(), a.data());
+    int8_linear_of<Float32>(threads, E, D, F, most, a.data(), down, down_scale, counts.data(), rows.data());
+    combine_of<Float32, T>(threads, tokens, K, D, rows.data(), position.data(), weights, out);
+}
+
 }  // namespace
 
-extern "C" void int8_linear(int dtype, int threads, int64_t E, int64_t H, int64_t D, int64_t most, const void* x,
-                            const int8_t* weight, const float* scale, const int64_t* counts, void* y) {
+extern "C" {
+
+void int8_linear(int dtype, int threads, int64_t E, int64_t H, int64_t D, int64_t most, const void* x,
+                 const int8_t* weight, const float* scale, const int64_t* counts, void* y) {
     if (dtype == 0)
         int8_linear_of<Float32>(threads, E, H, D, most, (const float*)x, weight, scale, counts, (float*)y);
     else
         int8_linear_of<BFloat16>(threads, E, H, D, most, (const uint16_t*)x, weight, scale, counts, (uint16_t*)y);
+}
+
+void int8_swiglu(int dtype, int threads, int64_t T, int64_t E, int64_t K, int64_t D, int64_t F, const void* x,
+                 const int64_t* ids, const int8_t* gate_up, const float* gate_up_scale, const int8_t* down,
+                 const float* down_scale, const float* weights, void* out) {
+    if (dtype == 0)
+        int8_swiglu_of<Float32>(threads, T, E, K, D, F, (const float*)x, ids, gate_up, gate_up_scale, down, down_scale,
+                                weights, (float*)out);
+    else
+        int8_swiglu_of<BFloat16>(threads, T, E, K, D, F, (const uint16_t*)x, ids, gate_up, gate_up_scale, down,
+                                 down_scale, weights, (uint16_t*)out);
+}
+
 }
