@@ -327,3 +327,31 @@ def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.activations", None)
     with pytest.raises(MissingExtra, match=r"shared-moe\[hf\]"):
         hf.register()
+
+
+def train(implementation, checkpointing=False, steps=20):
+    """Losses of a tiny Qwen3-MoE over its first steps on one batch a step."""
+    model = tiny("qwen3_moe").train()
+    model.set_experts_implementation(implementation)
+    if checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)()
+    assert model.is_gradient_checkpointing == checkpointing
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    g = torch.Generator().manual_seed(7)
+    losses = []
+    for _ in range(steps):
+        ids = torch.randint(1, 97, (4, 12), generator=g)
+        loss = model(ids, labels=ids, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "gradient checkpointing"])
+def test_training_follows_the_eager_loss_curve(checkpointing):
+    eager, ours = train("eager"), train("shared_moe", checkpointing)
+    assert eager[-1] < eager[0] - 0.1
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)

@@ -15,6 +15,13 @@ class Int8Experts(nn.Module):
     tensors into. Convert dtypes before: the scales stay float32.
     """
 
+    gate_up_proj: Tensor
+    gate_up_proj_scale: Tensor
+    gate_up_proj_bias: Tensor | None
+    down_proj: Tensor
+    down_proj_scale: Tensor
+    down_proj_bias: Tensor | None
+
     def __init__(
         self,
         dim: int,

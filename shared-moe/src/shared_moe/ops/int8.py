@@ -26,32 +26,37 @@ FEW_ROWS = 16  # up to this many rows an expert, reading the weights costs more 
 def quantize_int8(weight_EHD: Tensor) -> tuple[Tensor, Tensor]:
     """(q int8 (E, H, D), scale float32 (E, H)) with |W − scale · q| ≤ scale / 2; a row of zeros has scale 0.
 
-    Any float dtype, on the CPU. Raises `ShapeError` for another shape or dtype, `InputError` for another device or
-    values that are not finite.
+    Any float dtype and strides, on the CPU. Raises as `check_quantizable` does.
     """
-    if weight_EHD.dim() != 3 or not weight_EHD.is_floating_point() or weight_EHD.numel() == 0:
-        raise ShapeError(
-            f"weights must be floats of shape (E, H, D), got {weight_EHD.dtype} {tuple(weight_EHD.shape)}"
-        )
-    check_device(weight_EHD)
+    check_quantizable(weight_EHD)
     q_EHD = torch.empty(weight_EHD.shape, dtype=torch.int8)
     scale_EH = torch.empty(weight_EHD.shape[:2], dtype=torch.float32)
     for e, weight in enumerate(weight_EHD.detach().unbind(0)):
         wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        most = wide.abs().amax(1)
-        if not most.isfinite().all():
-            row = int(most.isfinite().logical_not().nonzero()[0])
-            raise InputError(
-                f"the weights of expert {e} hold NaN or infinity in row {row}; int8 needs finite weights"
-            )
-        scale_EH[e] = most / 127
+        scale_EH[e] = wide.abs().amax(1) / 127
         divisor = torch.where(scale_EH[e] > 0, scale_EH[e], 1).to(wide.dtype)
         q_EHD[e] = (wide / divisor[:, None]).round_().clamp_(-127, 127)
     return q_EHD, scale_EH
 
 
+def check_quantizable(weight_EHD: Tensor) -> None:
+    """Raises `ShapeError` unless weights are floats of shape (E, H, D), `InputError` unless finite and on the CPU."""
+    if weight_EHD.dim() != 3 or not weight_EHD.is_floating_point() or weight_EHD.numel() == 0:
+        raise ShapeError(
+            f"weights must be floats of shape (E, H, D), got {weight_EHD.dtype} {tuple(weight_EHD.shape)}"
+        )
+    check_device(weight_EHD)
+    for e, weight in enumerate(weight_EHD.detach().unbind(0)):
+        finite = weight.isfinite().all(1)
+        if not finite.all():
+            row = int(finite.logical_not().nonzero()[0])
+            raise InputError(
+                f"the weights of expert {e} hold NaN or infinity in row {row}; int8 needs finite weights"
+            )
+
+
 def check_device(tensor: Tensor) -> None:
-    if tensor.device.type not in ("cpu", "meta"):
+    if tensor.device.type != "cpu":
         raise InputError(f"int8 experts run on the CPU, but this is on {tensor.device}; move it with .cpu()")
 
 
@@ -265,13 +270,13 @@ def int8_error_bound(
             continue
         t, k = torch.where(expert_ids_TK == e)
         x = x_TD[t].double()
-        half_1, half_2 = gate_up_scale_EH[e].double() / 2, down_scale_EO[e].double() / 2
-        first, second = gate_up_EHD[e] * 2 * half_1[:, None], down_EOF[e] * 2 * half_2[:, None]
+        scale_1, scale_2 = gate_up_scale_EH[e].double(), down_scale_EO[e].double()
+        first, second = gate_up_EHD[e] * scale_1[:, None], down_EOF[e] * scale_2[:, None]
         h = x @ first.t()
         if gate_up_bias_EH is not None:
             h = h + gate_up_bias_EH[e].double()
         rounding = x.abs().amax(1, keepdim=True) / 65534 * first.abs().sum(1)
-        delta = x.abs().sum(1, keepdim=True) * half_1 + rounding
+        delta = x.abs().sum(1, keepdim=True) * scale_1 / 2 + rounding
         if gated:
             gate, up = h.chunk(2, 1)
             delta_gate, delta_up = delta.chunk(2, 1)
@@ -281,7 +286,7 @@ def int8_error_bound(
         else:
             alpha = slope * delta
             a = activate(h, activation, gated=False).abs() + alpha
-        row_bound = alpha @ (second.abs() + half_2[:, None]).t() + a.sum(1, keepdim=True) * half_2
+        row_bound = alpha @ (second.abs() + scale_2[:, None] / 2).t() + a.sum(1, keepdim=True) * scale_2 / 2
         row_bound += a.amax(1, keepdim=True) / 65534 * second.abs().sum(1)
         bound_TO.index_add_(0, t, row_bound * weights_TK[t, k, None].abs().double())
     return bound_TO
