@@ -167,6 +167,13 @@ def test_errors_stay_below_the_bound(seed, activation, gated, bias, size, tokens
     assert ((y.double() - exact).abs() <= bound + 1e-6 * (1 + exact.abs())).all()
 
 
+def test_with_normal_weights_the_layer_is_off_by_little_over_a_percent():
+    x, gate_up, down, ids, weights = case(T=32, E=8, D=512, F=1024, K=4)
+    exact = grouped_ffn(x, gate_up, down, ids, weights)
+    error = int8_ffn(x.float(), *quantized(gate_up, down), ids, weights.float()) - exact
+    assert 0.011 < error.norm() / exact.norm() < 0.016
+
+
 def test_the_bound_is_reached():
     """Weights halfway between two steps and inputs with the sign of the rounding errors."""
     D = 64
