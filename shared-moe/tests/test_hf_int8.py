@@ -143,6 +143,7 @@ def test_a_damaged_or_foreign_folder_is_refused(tmp_path):
         hf.load_quantized(folder)
     weights.write_bytes(whole)
     config = json.loads((folder / hub.CONFIG).read_text())
+    assert "_name_or_path" not in config["model"]
     for change, error, words in [
         ({"architecture": "NoSuchModel"}, InputError, "NoSuchModel"),
         ({"int8_experts": []}, UnreadableError, "unknown"),

@@ -175,10 +175,12 @@ def save_quantized(folder: Path | str, model: Any, card: str, *, overwrite: bool
         raise InputError(
             f"{type(model).__name__} has no int8 experts; make them with quantize_experts(model)"
         )
+    settings = json.loads(model.config.to_json_string(use_diff=False))
+    settings.pop("_name_or_path", None)  # a folder on the machine that made it
     config = {
         "architecture": type(model).__name__,
         "int8_experts": quantized,
-        "model": json.loads(model.config.to_json_string(use_diff=False)),
+        "model": settings,
         "generation": json.loads(model.generation_config.to_json_string()) if model.can_generate() else None,
     }
     return hub.save_pretrained(folder, _tensors(model), config, card, overwrite=overwrite)
