@@ -97,12 +97,29 @@ void round_row(int64_t D, const typename T::storage* x, int16_t* q, float* scale
 // another, and are asked for in that order, which the processor's own prefetcher follows.
 constexpr int64_t ahead = 8192, far_ahead = 32768;
 
+// Rows of 16-bit integers are padded with zeros to whole steps.
+inline int64_t padded(int64_t D) { return (D + Vector::step - 1) / Vector::step * Vector::step; }
+
+// products[r][n] += w[r] · x[n] over one step; rows of w lie w_stride apart, those of x x_stride.
+template <int R, int N>
+inline void add_step(const int8_t* w, int64_t w_stride, const int16_t* x, int64_t x_stride,
+                     typename Vector::ints (&products)[R][N]) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+        const auto m = Vector::widen(w + r * w_stride);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n)
+            products[r][n] = Vector::add_product(products[r][n], m, Vector::load(x + n * x_stride));
+    }
+}
+
 // y[n][r] = w[r] · x[n] · w_scale[r] for R rows of the matrix and N rows of x.
 template <class T, int R, int N>
 inline void int8_dots(int64_t D, int64_t B, const int8_t* w, const float* w_scale, const int16_t* x,
                       const float* x_scale, typename T::storage* y, int64_t y_stride) {
+    constexpr int64_t step = Vector::step;
+    const int64_t x_stride = padded(D);
     typename Vector::floats sums[R][N];
-    float rest[R][N] = {};
     for (auto& row : sums)
         for (auto& sum : row) sum = Vector::none();
     for (int64_t b = 0; b < B; ++b) {
@@ -111,44 +128,31 @@ inline void int8_dots(int64_t D, int64_t B, const int8_t* w, const float* w_scal
         typename Vector::ints products[R][N];
         for (auto& row : products)
             for (auto& product : row) product = Vector::zeros();
-        for (; d + Vector::step <= end; d += Vector::step) {
-            if constexpr (R * Vector::step >= 64)
-                for (int64_t line = 0; line < R * Vector::step; line += 64) {
+        for (; d + step <= end; d += step) {
+            if constexpr (R * step >= 64)
+                for (int64_t line = 0; line < R * step; line += 64) {
                     __builtin_prefetch(w + ahead + d * R + line);
                     __builtin_prefetch(w + far_ahead + d * R + line, 0, 2);
                 }
-            typename Vector::shorts v[N];
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) v[n] = Vector::load(x + n * D + d);
-#pragma GCC unroll 4
-            for (int r = 0; r < R; ++r) {
-                const auto m = Vector::widen(w + r * D + d);
-#pragma GCC unroll 4
-                for (int n = 0; n < N; ++n) products[r][n] = Vector::add_product(products[r][n], m, v[n]);
-            }
+            add_step<R, N>(w + d, D, x + d, x_stride, products);
         }
-#pragma GCC unroll 4
+        if (d < end) {
+            int8_t last[R * step] = {};
+            for (int r = 0; r < R; ++r) std::memcpy(last + r * step, w + r * D + d, end - d);
+            add_step<R, N>(last, step, x + d, x_stride, products);
+        }
         for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) {
-                const float scale = x_scale[n * B + b];
-                sums[r][n] = Vector::add_scaled(sums[r][n], products[r][n], scale);
-                if (d == end) continue;
-                int32_t sum = 0;
-                for (int64_t i = d; i < end; ++i) sum += int32_t(w[r * D + i]) * x[n * D + i];
-                rest[r][n] += float(sum) * scale;
-            }
+            for (int n = 0; n < N; ++n) sums[r][n] = Vector::add_scaled(sums[r][n], products[r][n], x_scale[n * B + b]);
     }
     for (int r = 0; r < R; ++r)
-        for (int n = 0; n < N; ++n)
-            y[n * y_stride + r] = T::store((Vector::total(sums[r][n]) + rest[r][n]) * w_scale[r]);
+        for (int n = 0; n < N; ++n) y[n * y_stride + r] = T::store(Vector::total(sums[r][n]) * w_scale[r]);
 }
 
 // The same for any number n of rows of x.
 template <class T, int R>
 void int8_rows(int64_t n, int64_t D, int64_t B, const int8_t* w, const float* w_scale, const int16_t* x,
                const float* x_scale, typename T::storage* y, int64_t y_stride) {
-    for (; n >= 4; n -= 4, x += 4 * D, x_scale += 4 * B, y += 4 * y_stride)
+    for (; n >= 4; n -= 4, x += 4 * padded(D), x_scale += 4 * B, y += 4 * y_stride)
         int8_dots<T, R, 4>(D, B, w, w_scale, x, x_scale, y, y_stride);
     if (n == 3) int8_dots<T, R, 3>(D, B, w, w_scale, x, x_scale, y, y_stride);
     if (n == 2) int8_dots<T, R, 2>(D, B, w, w_scale, x, x_scale, y, y_stride);
@@ -165,17 +169,18 @@ void int8_linear_of(int threads, int64_t E, int64_t H, int64_t D, int64_t most, 
     int64_t S = 0;
     for (int64_t e = 0; e < E; S += counts[e++])
         if (counts[e] && counts[e] <= most) hit.push_back(e), start.push_back(S);
-    std::vector<int16_t> rounded(S * D);
+    const int64_t stride = padded(D);
+    std::vector<int16_t> rounded(S * stride);
     std::vector<float> x_scale(S * B);
     for (size_t i = 0; i < hit.size(); ++i)
         for (int64_t s = start[i]; s < start[i] + counts[hit[i]]; ++s)
-            round_row<T>(D, x + s * D, &rounded[s * D], &x_scale[s * B]);
+            round_row<T>(D, x + s * D, &rounded[s * stride], &x_scale[s * B]);
     parallel(int64_t(hit.size()) * groups, grain_of(R * D), threads, [&](int64_t begin, int64_t end) {
         for (int64_t g = begin; g < end; ++g) {
             const int64_t e = hit[g / groups], s = start[g / groups], h = g % groups * R;
             const int8_t* w = weight + (e * H + h) * D;
             const float* w_scale = scale + e * H + h;
-            const int16_t* rows = &rounded[s * D];
+            const int16_t* rows = &rounded[s * stride];
             if (h + R <= H) {
                 int8_rows<T, R>(counts[e], D, B, w, w_scale, rows, &x_scale[s * B], y + s * H + h, H);
                 continue;
