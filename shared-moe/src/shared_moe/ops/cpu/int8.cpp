@@ -74,22 +74,27 @@ struct Vector {
 };
 #endif
 
+inline int32_t bits_of(float v) {
+    int32_t bits;
+    std::memcpy(&bits, &v, 4);
+    return bits;
+}
+
 // A row as 16-bit integers: q = x / scale rounded to nearest, scale = max |x| / 32767 of its block. A value that is not
 // finite makes the scale of its block NaN, and with it all that the row yields.
 template <class T>
 void round_row(int64_t D, const typename T::storage* x, int16_t* q, float* scale) {
+    constexpr int32_t infinity = 0x7f800000;
+    constexpr float to_low_bits = 12582912.0f;  // 1.5 · 2^23: added to a number, its rounded value fills the low bits
     for (int64_t begin = 0; begin < D; begin += block, ++scale) {
         const int64_t end = std::min(begin + block, D);
-        float most = 0.0f, poison = 0.0f;
-        for (int64_t d = begin; d < end; ++d) {
-            const float v = std::fabs(T::load(x[d]));
-            most = v > most ? v : most;
-            poison += v * 0.0f;
-        }
-        const bool clean = poison == 0.0f;
-        const float inverse = clean && most > smallest ? 32767.0f / most : 0.0f;
-        for (int64_t d = begin; d < end; ++d) q[d] = clean ? int16_t(std::lrintf(T::load(x[d]) * inverse)) : 0;
-        *scale = most / 32767.0f + poison;
+        int32_t most_bits = 0;  // of numbers without a sign, order is that of their bits
+        for (int64_t d = begin; d < end; ++d) most_bits = std::max(most_bits, bits_of(T::load(x[d])) & 0x7fffffff);
+        float most;
+        std::memcpy(&most, &most_bits, 4);
+        const float inverse = most_bits < infinity && most > smallest ? 32767.0f / most : 0.0f;
+        for (int64_t d = begin; d < end; ++d) q[d] = int16_t(bits_of(T::load(x[d]) * inverse + to_low_bits));
+        *scale = most_bits < infinity ? most / 32767.0f : std::nanf("");
     }
 }
 
