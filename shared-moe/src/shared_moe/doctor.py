@@ -14,7 +14,7 @@ from shared_moe import __version__
 OPTIONAL = {"pyarrow": "trace", "matplotlib": "viz", "huggingface_hub": "hub", "transformers": "hf"}
 """Package -> the extra that brings it."""
 
-CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "sve", "bf16")
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "sve", "bf16")
 
 
 def examine() -> dict[str, Any]:
