@@ -23,8 +23,8 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "grouped_linear": ("triton",),
     "lowrank_experts": ("triton",),
     "sample_log_dirichlet": ("cuda",),
-    "slot_mix": (),
-    "slot_unmix": (),
+    "slot_mix": ("cuda",),
+    "slot_unmix": ("cuda",),
     "sort_by_expert": ("cuda", "triton"),
     "spectral_linear": ("triton",),
     "topk_route": ("triton",),
@@ -123,7 +123,7 @@ def explain_backend(op: str) -> tuple[str, str]:
     for kernel in KERNELS[op]:
         why = why_not(kernel, probe)
         if why is None:
-            return kernel, "; ".join([*reasons, "the fastest kernel for this GPU"])
+            return kernel, "; ".join([*reasons, "the first kernel that runs on this GPU"])
         reasons.append(f"not {kernel}: {why}")
     return "torch", "; ".join(reasons) or "there is no kernel for a GPU"
 

@@ -34,7 +34,7 @@ def sample_log_dirichlet(concentration_TE: Tensor, generator: torch.Generator | 
     """
     a = concentration_TE.to(torch.float64)
     op = "sample_log_dirichlet"
-    if a.device.type == "cuda" and resolve(op, choose_backend(op), a) == "cuda":
+    if resolve(op, choose_backend(op), a) == "cuda":
         from shared_moe.ops.cuda.dirichlet import log_gamma_sample
 
         return log_gamma_sample(a, generator).log_softmax(-1)

@@ -1,6 +1,6 @@
-// Attention in tiles: R rows (queries) attend to C columns (keys, values) in each of B x H heads, in float32.
-// WIDTH, the widest head, is set before this file. What a block works on, and the tile products that the kernels are made of. A block has 16 x 16 threads; the thread at
-// (x, y) holds the elements (y + 16 i, x + 16 j) of a tile.
+// Attention in tiles: R rows (queries) attend to C columns (keys, values) in each of B x H heads, in float32. What a block
+// works on, and the tile products that the kernels are made of. WIDTH, the widest head, is set before this file. A block
+// has 16 x 16 threads; the thread at (x, y) holds the elements (y + 16 i, x + 16 j) of a tile.
 #pragma once
 #include "common.cuh"
 

@@ -4,9 +4,10 @@ import re
 from typing import Any
 
 from shared_moe.ops.cuda.nvrtc import compile_cubin
+from shared_moe.ops.cuda.slot_mix import WIDTHS
 from shared_moe.ops.triton.compile_only import ARCHS, _run
 
-SOURCES = ("sort.cu", "dirichlet.cu")
+SOURCES = ("sort.cu", "dirichlet.cu", *(f"slot_mix_{width}.cu" for width in WIDTHS))
 
 
 def cuda_rows() -> list[dict[str, Any]]:
@@ -15,12 +16,13 @@ def cuda_rows() -> list[dict[str, Any]]:
 
 
 def _rows(name: str, arch: int) -> list[dict[str, Any]]:
+    width = re.search(r"_(\d+)\.cu", name)
     usage = _run("cuobjdump", "--dump-resource-usage", str(compile_cubin(name, arch)))
     pattern = r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)"
     return [
         {
             "kernel": kernel,
-            "tile": "-",
+            "tile": f"D{width[1]}" if width else "-",
             "arch": arch,
             "registers": int(registers),
             "shared": int(shared),

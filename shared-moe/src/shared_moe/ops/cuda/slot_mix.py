@@ -11,18 +11,20 @@ from torch import Tensor
 
 from shared_moe.ops.cuda.launch import launch
 
-SOURCE = "slot_mix.cu"
 THREADS, TILE = 256, 64
-"""As in slot_mix.cuh."""
+"""As in attention_tiles.cuh."""
+
 WIDTHS = (16, 32, 64, 128)
 """Widths that there are kernels for; a head takes the next wider one."""
+
 MANY_BLOCKS, FEW_TILES = 2048, 8
+"""A loop is cut until there are so many blocks, but not into shares of fewer tiles than that."""
 
 
 class Sizes(ctypes.Structure):
-    """As in slot_mix.cuh."""
+    """As in attention_tiles.cuh."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *((name, c_int64) for name in ("batches", "heads", "rows", "columns", "splits")),
         ("width", c_int),
         ("values", c_int),
@@ -30,9 +32,9 @@ class Sizes(ctypes.Structure):
 
 
 class Matrix(ctypes.Structure):
-    """As in slot_mix.cuh."""
+    """As in attention_tiles.cuh."""
 
-    _fields_ = [("data", c_void_p), ("batch", c_int64), ("head", c_int64), ("row", c_int64)]  # noqa: RUF012
+    _fields_ = [("data", c_void_p), ("batch", c_int64), ("head", c_int64), ("row", c_int64)]
 
 
 def _matrix(t: Tensor) -> Matrix:
@@ -59,7 +61,7 @@ def _launch(kernel: str, stats: Tensor, sizes: Sizes, tiled: int, *rest) -> None
     blocks = sizes.batches * sizes.heads * _tiles(tiled) * sizes.splits
     widest = next(w for w in WIDTHS if w >= max(sizes.width, sizes.values))
     if blocks:
-        launch(SOURCE, f"{kernel}_{widest}", blocks, THREADS, stats, sizes, *rest)
+        launch(f"slot_mix_{widest}.cu", kernel, blocks, THREADS, stats, sizes, *rest)
 
 
 def _mask_argument(mask_BC: Tensor | None) -> c_void_p | Tensor:
