@@ -12,6 +12,8 @@ import argparse
 import torch
 import triton
 
+from shared_moe.ops.cuda import nvrtc
+from shared_moe.ops.cuda.compile_only import cuda_rows
 from shared_moe.ops.triton.compile_only import ARCHS, cases, examine
 
 COLUMNS = ("registers", "shared", "spills", "mma", "tma")
@@ -25,11 +27,12 @@ def main() -> None:
         "--every", action="store_true", help="every configuration that the launcher may choose"
     )
     every = parser.parse_args().every
-    print(f"torch {torch.__version__}, triton {triton.__version__}, bfloat16\n")
+    print(f"torch {torch.__version__}, triton {triton.__version__} in bfloat16; {nvrtc.status()}\n")
     print("| kernel | tile | arch | registers | shared | spilled | matrix instructions | TMA |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     rows = [examine(case, arch) for arch in ARCHS for case in cases(arch, every=every)]
     rows.sort(key=lambda row: row["kernel"])
+    rows += cuda_rows()
     for row in rows:
         shown = [str(row[c]).replace("True", "yes").replace("False", "-") for c in COLUMNS]
         name = row["kernel"].removesuffix("_kernel")

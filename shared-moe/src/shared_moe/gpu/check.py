@@ -103,9 +103,12 @@ def _cases(device, dtype, T: int, D: int, g) -> dict[str, tuple[Function, tuple[
                 weights,
             ),
         ),
-        "slot_mix": (slot_mix, (rand(2, H, T, 32), rand(H, slots, 32, scale=0.2))),
+        "slot_mix": (
+            lambda z, s: slot_mix(z, s, backend=_backend("slot_mix", z)),
+            (rand(2, H, T, 32), rand(H, slots, 32, scale=0.2)),
+        ),
         "slot_unmix": (
-            slot_unmix,
+            lambda z, s, v: slot_unmix(z, s, v, backend=_backend("slot_unmix", z)),
             (rand(2, H, T, 32), rand(H, slots, 32, scale=0.2), rand(2, H, slots, 48)),
         ),
     }
@@ -125,8 +128,8 @@ def _gates(device) -> dict[str, Function]:
 
 
 def _backend(op: str, x: Tensor) -> str:
-    """Kernels have no float64; torch answers there."""
-    return "torch" if x.dtype == torch.float64 else choose_backend(op)
+    """The kernel by its name, for ops that would else leave it to torch; kernels have no float64."""
+    return "torch" if x.dtype == torch.float64 else resolve(op, choose_backend(op), x)
 
 
 def _compare(op: str, function: Function, inputs: tuple[Tensor, ...], dtype, g, kind: str = "") -> Check:

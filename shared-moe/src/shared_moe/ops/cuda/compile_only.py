@@ -5,7 +5,7 @@ from typing import Any
 
 from shared_moe.ops.cuda.nvrtc import compile_cubin
 from shared_moe.ops.cuda.slot_mix import WIDTHS
-from shared_moe.ops.triton.compile_only import ARCHS, _run
+from shared_moe.ops.triton.compile_only import ARCHS, run_tool
 
 SOURCES = ("sort.cu", "dirichlet.cu", *(f"slot_mix_{width}.cu" for width in WIDTHS))
 
@@ -17,7 +17,7 @@ def cuda_rows() -> list[dict[str, Any]]:
 
 def _rows(name: str, arch: int) -> list[dict[str, Any]]:
     width = re.search(r"_(\d+)\.cu", name)
-    usage = _run("cuobjdump", "--dump-resource-usage", str(compile_cubin(name, arch)))
+    usage = run_tool("cuobjdump", "--dump-resource-usage", str(compile_cubin(name, arch)))
     pattern = r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)"
     return [
         {

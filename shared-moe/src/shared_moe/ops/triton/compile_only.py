@@ -142,7 +142,7 @@ def compile_case(case: Case, arch: int, dtype: str = "bf16") -> Any:
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def _run(tool: str, *arguments: str) -> str:
+def run_tool(tool: str, *arguments: str) -> str:
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
 
@@ -156,8 +156,8 @@ def examine_binary(case: Case, arch: int, compiled: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        usage = _run("cuobjdump", "--dump-resource-usage", cubin.name)
-        code = _run("nvdisasm", "-c", cubin.name)
+        usage = run_tool("cuobjdump", "--dump-resource-usage", cubin.name)
+        code = run_tool("nvdisasm", "-c", cubin.name)
     found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
     if found is None:
         raise RuntimeError(f"cuobjdump names no registers of {case.name}: {usage!r}")
