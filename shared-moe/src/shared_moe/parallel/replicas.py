@@ -1,0 +1,62 @@
+"""Gradients of experts as one process would have them.
+
+A rank's backward pass brings an expert the gradients of every rank's tokens, so they are a sum over ranks, where DDP and
+FSDP average: expert gradients are divided by the number of ranks to agree with them. Replicas of an expert each saw a part
+of its tokens: their gradients are added up, in the same order everywhere, so that replicas stay equal bit by bit.
+
+Shapes: L experts of this rank.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from shared_moe.parallel.group import ExpertGroup
+
+
+class _Share(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, group: ExpertGroup, common: list[list[int]] | None, scale: float, *weights_L: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.common, ctx.scale = group, common, scale
+        return tuple(weight.view_as(weight) for weight in weights_L)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads_L: Tensor):
+        needed = [i for i in range(len(grads_L)) if ctx.needs_input_grad[3 + i]]
+        grads = [grads_L[i] * ctx.scale for i in needed]
+        if ctx.common is not None:
+            grads = _add_up(ctx.group, ctx.common, grads)
+        found = dict(zip(needed, grads, strict=True))
+        return None, None, None, *(found.get(i) for i in range(len(grads_L)))
+
+
+def share(
+    group: ExpertGroup, common: list[list[int]] | None, scale: float, weights_L: list[Tensor]
+) -> tuple[Tensor, ...]:
+    """The weights as they are; their gradients come back scaled and summed over replicas.
+
+    common: for each rank, the slots of replicated experts that it has in common with this rank; None where no expert is
+    replicated on any rank.
+    """
+    return _Share.apply(group, common, scale, *weights_L)
+
+
+def _add_up(group: ExpertGroup, common: list[list[int]], grads_L: list[Tensor]) -> list[Tensor]:
+    flat_LP = torch.cat([grad.flatten(1) for grad in grads_L], dim=1)
+    splits = [len(slots) for slots in common]
+    send_R = torch.tensor(
+        [slot for slots in common for slot in slots], dtype=torch.int64, device=flat_LP.device
+    )
+    received_RP = group.exchange(flat_LP[send_R], splits, splits, "gradients of replicas")
+    total_LP = flat_LP.to(torch.promote_types(flat_LP.dtype, torch.float32))
+    total_LP[send_R] = 0
+    for slots, part in zip(common, received_RP.split(splits), strict=True):
+        total_LP[slots] += part
+    parts = total_LP.split([grad.flatten(1).shape[1] for grad in grads_L], dim=1)
+    return [part.reshape(grad.shape).to(grad.dtype) for part, grad in zip(parts, grads_L, strict=True)]
