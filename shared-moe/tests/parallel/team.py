@@ -18,7 +18,8 @@ class Team:
     """`with Team(4) as team: team.run(function, *args)`; functions must be importable, arguments picklable."""
 
     def __init__(self, size: int):
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["shared_moe.parallel", "shared_moe.layer"])
         self.folder = tempfile.TemporaryDirectory()
         pipes = [context.Pipe() for _ in range(size)]
         self.pipes = [ours for ours, _ in pipes]

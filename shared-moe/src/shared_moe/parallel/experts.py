@@ -83,7 +83,7 @@ class ParallelExperts(nn.Module):
         self._tables: dict[torch.device, Tables] = {}
 
     @torch.compiler.disable
-    def forward(self, x_TD: Tensor, routing: Routing) -> Tensor:
+    def forward(self, x_TD: Tensor, routing: Routing) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """(T, D) -> (T, O): the weighted sum of each token's experts, wherever they are."""
         group = self.group
         (x_TD,) = autocast(x_TD)

@@ -46,10 +46,14 @@ class ExpertGroup:
         self.failure: str | None = None
         self.layers = itertools.count()
         self._store, self._key = _get_default_store(), f"shared_moe/expert_group/{next(_serial)}"
-        limit = timedelta(seconds=timeout_s)
-        self._control = dist.new_group(backend="gloo", timeout=limit)
+        self._control = self._join("gloo")
         backend = dist.get_backend()
-        self._rows = self._control if backend == "gloo" else dist.new_group(backend=backend, timeout=limit)
+        self._rows = self._control if backend == "gloo" else self._join(backend)
+
+    def _join(self, backend: str) -> dist.ProcessGroup:
+        joined = dist.new_group(backend=backend, timeout=timedelta(seconds=self.timeout_s))
+        assert isinstance(joined, dist.ProcessGroup)  # a group of all ranks has no outsiders
+        return joined
 
     def agree(self, facts: dict[str, Any], numbers: Sequence[int] = ()) -> Tensor:
         """Tell the others `facts` and hear theirs, which must be the same; `numbers`, at most W + 1, may differ.

@@ -27,7 +27,7 @@ class _Share(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads_L: Tensor):
+    def backward(ctx: Any, *grads_L: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         needed = [i for i in range(len(grads_L)) if ctx.needs_input_grad[3 + i]]
         grads = [grads_L[i] * ctx.scale for i in needed]
         if ctx.common is not None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shared_moe.ops.combine import combine_rows
 from shared_moe.parallel.group import ExpertGroup
@@ -16,25 +15,23 @@ from shared_moe.parallel.group import ExpertGroup
 class _Spread(Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, position_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(position_TK)
+        ctx.save_for_backward(token_R, position_TK)
         return x_TD.index_select(0, token_R)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RD: Tensor):
-        return combine_rows(grad_RD.contiguous(), ctx.saved_tensors[0], None), None, None
+    def backward(ctx: Any, *grad_RD: Tensor) -> Any:
+        return collect(*grad_RD, *ctx.saved_tensors), None, None
 
 
 class _Collect(Function):
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, token_R: Tensor, position_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(token_R)
-        return combine_rows(rows_RD, position_TK, None)
+        ctx.save_for_backward(token_R, position_TK)
+        return combine_rows(rows_RD.contiguous(), position_TK, None)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor):
-        return grad_TD.index_select(0, ctx.saved_tensors[0]), None, None
+    def backward(ctx: Any, *grad_TD: Tensor) -> Any:
+        return spread(*grad_TD, *ctx.saved_tensors), None, None
 
 
 class _Exchange(Function):
@@ -46,9 +43,8 @@ class _Exchange(Function):
         return group.exchange(rows, sends, receives, operation)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor):
-        back = ctx.group.exchange(grad, ctx.receives, ctx.sends, f"{ctx.operation}, backward")
+    def backward(ctx: Any, *grad: Tensor) -> Any:
+        back = exchange(grad[0], ctx.group, ctx.receives, ctx.sends, f"{ctx.operation}, backward")
         return back, None, None, None, None
 
 
