@@ -3,10 +3,23 @@
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from shared_moe.experts import FFNExperts
 from shared_moe.layer import MoE
-from shared_moe.parallel import ExpertGroup, ParallelExperts, Placement
+from shared_moe.parallel import (
+    ExpertGroup,
+    ParallelExperts,
+    Placement,
+    clip_grad_norm_,
+    ddp,
+    expert_parameters,
+    full_state,
+    load_full_state,
+    move_experts,
+)
+from shared_moe.parallel.dense import parallel_layers
 from shared_moe.routing import TopKRouter
 
 D, F, E, K = 6, 8, 5, 2
@@ -43,3 +56,88 @@ def forward_backward(counts: list[int], placement: Placement | None, gradients: 
         x_TD.grad /= group.size
     experts = {name: p.grad for name, p in moe.experts.local.named_parameters()}
     return y_TD.detach(), x_TD.grad, router, experts
+
+
+COUNTS = (7, 0, 12, 5)
+"""Tokens of each of up to four ranks."""
+LR, MAX_NORM = 0.1, 0.05
+
+
+class Block(nn.Module):
+    """A dense part with its own parameters, and experts behind it."""
+
+    def __init__(self, moe: MoE):
+        super().__init__()
+        g = torch.Generator().manual_seed(1)
+        self.inner = nn.Linear(D, D, dtype=torch.float64)
+        nn.init.normal_(self.inner.weight, generator=g)
+        nn.init.normal_(self.inner.bias, generator=g)
+        self.moe = moe
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.moe(self.inner(x_TD))[0]
+
+
+def batch(step: int, rank: int, size: int) -> Tensor:
+    """A rank's tokens: the four ranks' share at this step is dealt to `size` ranks, as consecutive fours."""
+    ranks = range(rank * 4 // size, (rank + 1) * 4 // size)
+    return torch.cat([tokens(10 * step + r, COUNTS[(r + step) % 4]) for r in ranks])
+
+
+def mean_loss(y_TD: Tensor, size: int) -> Tensor:
+    """Whose average over ranks is the mean over all ranks' tokens."""
+    return y_TD.square().sum() * size / sum(COUNTS)
+
+
+def train_one_process(steps: int) -> tuple[Block, list[float]]:
+    model = Block(layer())
+    optimizer = torch.optim.Adam(model.parameters(), LR)
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        mean_loss(model(batch(step, 0, 1)), 1).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+    return model, norms
+
+
+def prepare(dense: str, placement: Placement | None) -> tuple[nn.Module, torch.optim.Optimizer, ExpertGroup]:
+    """The model with spread-out experts under DDP or FSDP2, and its optimizer."""
+    group = ExpertGroup(timeout_s=20)
+    model: nn.Module = Block(parallel(layer(), group, placement))
+    if dense == "ddp":
+        model = ddp(model)
+    else:
+        mesh = init_device_mesh("cpu", (group.size,))
+        fully_shard(model.inner, mesh=mesh)
+        fully_shard(model, mesh=mesh, ignored_params=expert_parameters(model))
+    return model, torch.optim.Adam(model.parameters(), LR), group
+
+
+def step_(model: nn.Module, optimizer: torch.optim.Optimizer, group: ExpertGroup, step: int) -> float:
+    optimizer.zero_grad()
+    mean_loss(model(batch(step, group.rank, group.size)), group.size).backward()
+    norm = clip_grad_norm_(model, MAX_NORM).item()
+    optimizer.step()
+    return norm
+
+
+def train(dense: str, steps: int, placements: list[Placement]):
+    """Train, moving to the next placement after each step; returns norms, local experts and the whole checkpoint."""
+    model, optimizer, group = prepare(dense, placements[0])
+    (experts,) = parallel_layers(model).values()
+    norms = []
+    for step in range(steps):
+        norms.append(step_(model, optimizer, group, step))
+        move_experts(experts, placements[(step + 1) % len(placements)], optimizer)
+    local = {name: p.detach().clone() for name, p in experts.local.named_parameters()}
+    return norms, experts.placement, local, full_state(model), full_state(model, optimizer)
+
+
+def resume(dense: str, first: int, steps: int, weights: dict[str, Tensor], state: dict[str, Tensor]):
+    model, optimizer, group = prepare(dense, None)
+    load_full_state(model, weights)
+    load_full_state(model, state, optimizer)
+    for step in range(first, first + steps):
+        step_(model, optimizer, group, step)
+    return full_state(model)

@@ -136,7 +136,7 @@ def _load_optimizer_state(model: nn.Module, state: Mapping[str, Tensor], optimiz
             raise UnreadableError(f"the checkpoint holds {entry!r}, but the optimizer has no such parameter")
         name, parameter = known[plain]
         part = _part(value, parameter, names.get(name, (name, None))[1])
-        loaded.setdefault(index_of[parameter], {})[key] = part
+        loaded.setdefault(index_of[parameter], {})[key] = part.clone()  # the optimizer writes into it
     optimizer.load_state_dict({"state": loaded, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
