@@ -1,7 +1,6 @@
 """Processes joined by gloo that run functions together, over and over: starting them takes longer than most tests."""
 
 import os
-import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,13 +19,11 @@ class Team:
     def __init__(self, size: int):
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["shared_moe.parallel", "shared_moe.layer"])
-        self.folder = tempfile.TemporaryDirectory()
+        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         pipes = [context.Pipe() for _ in range(size)]
         self.pipes = [ours for ours, _ in pipes]
         self.processes = [
-            context.Process(
-                target=_serve, args=(theirs, rank, size, f"{self.folder.name}/store"), daemon=True
-            )
+            context.Process(target=_serve, args=(theirs, rank, size, self.store.port), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self.processes:
@@ -41,7 +38,6 @@ class Team:
         for process in self.processes:
             process.kill()
             process.join()
-        self.folder.cleanup()
 
     def answers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What each rank returned or raised; None for a rank that died. A rank without an answer fails the test."""
@@ -64,13 +60,12 @@ class Team:
             return None
 
 
-def _serve(pipe: Any, rank: int, size: int, store: str) -> None:
+def _serve(pipe: Any, rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     limit = timedelta(seconds=LIMIT_S)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=limit
-    )
+    store = dist.TCPStore("localhost", port, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     while True:
         function, args = pipe.recv()
         try:

@@ -65,11 +65,9 @@ class ExpertGroup:
         text = json.dumps(facts).encode()[:ANNOUNCEMENT_BYTES]
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         mine[ANNOUNCEMENT_BYTES:].view(torch.int64)[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
-        everyone = mine.new_empty(self.size * mine.numel())
-        self._attempt(
-            facts["operation"], lambda: dist.all_gather_into_tensor(everyone, mine, group=self._control)
-        )
-        rows = everyone.view(self.size, -1)
+        told, rows = mine.repeat(self.size, 1), mine.new_empty(self.size, mine.numel())
+        # all-to-all, not all-gather: everyone hears from everyone directly, so everyone notices who doesn't speak
+        self._attempt(facts["operation"], lambda: dist.all_to_all_single(rows, told, group=self._control))
         texts = [bytes(row.tolist()).rstrip(b"\0") for row in rows[:, :ANNOUNCEMENT_BYTES]]
         if any(text != texts[self.rank] for text in texts):
             self._close(_disagreement([json.loads(text) for text in texts]))
