@@ -1,12 +1,15 @@
 """What the ranks of a team do. Shapes: T tokens, D width, F hidden width, E experts, K chosen."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
-from shared_moe.experts import FFNExperts
+from shared_moe.experts import FFNExperts, LoRAExperts
 from shared_moe.layer import MoE
 from shared_moe.parallel import (
     ExpertGroup,
@@ -14,13 +17,14 @@ from shared_moe.parallel import (
     Placement,
     clip_grad_norm_,
     ddp,
+    expert_load,
     expert_parameters,
     full_state,
     load_full_state,
     move_experts,
 )
 from shared_moe.parallel.dense import parallel_layers
-from shared_moe.routing import TopKRouter
+from shared_moe.routing import Routing, TopKRouter
 
 D, F, E, K = 6, 8, 5, 2
 
@@ -141,3 +145,79 @@ def resume(dense: str, first: int, steps: int, weights: dict[str, Tensor], state
     for step in range(first, first + steps):
         step_(model, optimizer, group, step)
     return full_state(model)
+
+
+EXPERTS = {
+    "gelu with bias": lambda g: FFNExperts(D, F, E, gated=False, activation="gelu", bias=True, generator=g),
+    "other width": lambda g: FFNExperts(D, F, E, out_dim=3, generator=g),
+    "lora": lambda g: LoRAExperts(D, 2, E, alpha=4.0, generator=g),
+}
+
+
+def assigned(rank: int, count: int) -> Routing:
+    """Routing with dropped slots: -1 and E both mean no expert."""
+    g = torch.Generator().manual_seed(200 + rank)
+    ids_TK = torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(count)]).view(count, K)
+    ids_TK[::3, 0], ids_TK[::4, 1] = -1, E
+    weights_TK = torch.rand(count, K, generator=g, dtype=torch.float64)
+    blank_TE = weights_TK.new_zeros(count, E)
+    return Routing(ids_TK, weights_TK, blank_TE, blank_TE)
+
+
+def experts_of_kind(kind: str) -> nn.Module:
+    g = torch.Generator().manual_seed(2)
+    experts = EXPERTS[kind](g).double()
+    nn.init.normal_(experts.down_proj, generator=g)
+    return experts
+
+
+def answer_assigned(kind: str, count: int) -> Tensor:
+    group = ExpertGroup(timeout_s=20)
+    experts = ParallelExperts(experts_of_kind(kind), group)
+    return experts(tokens(group.rank, count), assigned(group.rank, count)).detach()
+
+
+def gradients(way: str) -> dict[str, Tensor]:
+    """The gradients of this rank's experts and of the router by one of several ways to the same answers."""
+    group = ExpertGroup(timeout_s=20)
+    placement = Placement.balanced([9.0, 1, 5, 1, 1], group.size, 4)
+    moe = parallel(layer(), group, placement)
+    x_TD = tokens(group.rank, 12)
+    if way == "input without gradient on one rank":
+        x_TD.requires_grad_(group.rank == 0)
+    run: Callable[[Tensor], Tensor] = lambda x_TD: moe(x_TD)[0]  # noqa: E731
+    if way == "compiled":
+        run = torch.compile(run, backend="eager")
+    if way == "checkpointed":
+        plain = run
+        run = lambda x_TD: checkpoint(plain, x_TD, use_reentrant=False)  # noqa: E731
+    parts = x_TD.split([5, 7]) if way == "accumulated" else [x_TD]
+    for part_TD in parts:
+        run(part_TD).square().sum().backward()
+    return {name: p.grad for name, p in moe.named_parameters()}
+
+
+def answers_under(dtype: torch.dtype | None) -> Tensor:
+    """Without gradients; in half precision under autocast if `dtype` is given."""
+    group = ExpertGroup(timeout_s=20)
+    moe = parallel(layer(dtype=torch.float32), group)
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None):
+        return moe(tokens(group.rank, 9, torch.float32))[0]
+
+
+def load_over_ranks() -> Tensor:
+    group = ExpertGroup(timeout_s=20)
+    return expert_load(assigned(group.rank, 10 + group.rank), group)
+
+
+def move_twice() -> list[Tensor]:
+    """The answers before and after the experts moved, and moved back."""
+    group = ExpertGroup(timeout_s=20)
+    moe = parallel(layer(), group)
+    home = moe.experts.placement
+    x_TD = tokens(group.rank, 9)
+    answers = [moe(x_TD)[0].detach()]
+    for placement in (Placement.balanced([9.0, 1, 5, 1, 1], group.size, 4), home):
+        move_experts(moe.experts, placement)
+        answers.append(moe(x_TD)[0].detach())
+    return answers

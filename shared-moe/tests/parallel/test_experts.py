@@ -47,3 +47,60 @@ def test_two_processes_equal_one(pair, counts, placement, gradients):
 @pytest.mark.parametrize("counts", [(7, 12, 3, 5), (0, 0, 11, 0)])
 def test_four_processes_equal_one(four, counts, placement):
     check_equal(four, list(counts), PLACEMENTS[placement], "mean")
+
+
+@pytest.mark.parametrize("kind", jobs.EXPERTS)
+def test_any_experts_and_dropped_slots(pair, kind):
+    experts = jobs.experts_of_kind(kind)
+    for rank, y_TO in enumerate(pair.run(jobs.answer_assigned, kind, 12)):
+        expected_TO = experts(jobs.tokens(rank, 12), jobs.assigned(rank, 12))
+        torch.testing.assert_close(y_TO, expected_TO.detach())
+
+
+@pytest.mark.parametrize(
+    "way", ["checkpointed", "compiled", "accumulated", "input without gradient on one rank"]
+)
+def test_other_ways_to_the_same_gradients(pair, way):
+    plain = pair.run(jobs.gradients, "plain")
+    for expected, found in zip(plain, pair.run(jobs.gradients, way), strict=True):
+        assert expected.keys() == found.keys()
+        for name, grad in found.items():
+            torch.testing.assert_close(grad, expected[name])
+
+
+def test_bitwise_repeatable(four):
+    once, again = (four.run(jobs.gradients, "plain") for _ in range(2))
+    for a, b in zip(once, again, strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_inference(pair):
+    moe = jobs.layer(dtype=torch.float32)
+    for rank, y_TD in enumerate(pair.run(jobs.answers_under, None)):
+        with torch.no_grad():
+            torch.testing.assert_close(y_TD, moe(jobs.tokens(rank, 9, torch.float32))[0])
+
+
+def test_autocast_is_as_exact_as_in_one_process(pair):
+    moe = jobs.layer(dtype=torch.float32)
+    for rank, y_TD in enumerate(pair.run(jobs.answers_under, torch.bfloat16)):
+        x_TD = jobs.tokens(rank, 9, torch.float32)
+        with torch.no_grad():
+            exact_TD, _ = moe(x_TD)
+            with torch.autocast("cpu", torch.bfloat16):
+                alone_TD, _ = moe(x_TD)
+        assert y_TD.dtype == alone_TD.dtype == torch.bfloat16
+        assert (y_TD - exact_TD).norm() < 1.5 * (alone_TD - exact_TD).norm() < 0.05 * exact_TD.norm()
+
+
+def test_moving_changes_no_answer(four):
+    for before, moved, back in four.run(jobs.move_twice):
+        torch.testing.assert_close(moved, before)
+        assert torch.equal(back, before)
+
+
+def test_load_is_that_of_all_ranks(four):
+    ids = torch.cat([jobs.assigned(rank, 10 + rank).expert_ids_TK.flatten() for rank in range(4)])
+    expected_E = torch.bincount(ids[(ids >= 0) & (ids < jobs.E)], minlength=jobs.E)
+    for load_E in four.run(jobs.load_over_ranks):
+        assert torch.equal(load_E, expected_E)

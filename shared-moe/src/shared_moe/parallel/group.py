@@ -68,7 +68,7 @@ class ExpertGroup:
         told, rows = mine.repeat(self.size, 1), mine.new_empty(self.size, mine.numel())
         # all-to-all, not all-gather: everyone hears from everyone directly, so everyone notices who doesn't speak
         self._attempt(facts["operation"], lambda: dist.all_to_all_single(rows, told, group=self._control))
-        texts = [bytes(row.tolist()).rstrip(b"\0") for row in rows[:, :ANNOUNCEMENT_BYTES]]
+        texts = [row.numpy().tobytes().rstrip(b"\0") for row in rows[:, :ANNOUNCEMENT_BYTES]]
         if any(text != texts[self.rank] for text in texts):
             self._close(_disagreement([json.loads(text) for text in texts]))
         return rows[:, ANNOUNCEMENT_BYTES:].contiguous().view(torch.int64)
