@@ -5,7 +5,7 @@
 The same tokens are dealt to ever more processes on this machine, joined by gloo, one thread each; "plain" is the same
 layer in one process without `ParallelExperts`. A step is forward and backward of the expert layer (routing fixed); its time
 is wall time on the slowest rank, in the fastest round after two that warm up. Communication is the share of that time inside
-collectives on the average rank, waiting for slower ranks included. Rows are what leaves a rank, forward, of the rows that
+collectives on the average rank, waiting for slower ranks included. CPU is the processor time of the busiest rank. Rows are what leaves a rank, forward, of the rows that
 one row an assignment would be. Load is the rows that the busiest rank computes against the mean. "skewed" routes most tokens
 to few experts; "replicated" has the same tokens and room for a quarter more experts a rank, placed by load.
 
@@ -71,8 +71,10 @@ def step(experts: nn.Module, x_TD: Tensor, routing: Routing) -> None:
     y_TD.backward(torch.ones_like(y_TD))
 
 
-def measure(group: TimedGroup, cell: str, load: str, rounds: int) -> tuple[float, float, float | None, float]:
-    """(seconds of a step, share of communication, share of rows sent away, load of the busiest rank)."""
+def measure(
+    group: TimedGroup, cell: str, load: str, rounds: int
+) -> tuple[float, float, float, float | None, float]:
+    """(seconds of a step, share of communication, CPU seconds of the busiest rank, share of rows sent away, load of the busiest rank)."""
     rank, size = group.rank, group.size
     D, F, T = CELLS[cell]
     whole = routing_of(T, load != "uniform")
@@ -90,13 +92,14 @@ def measure(group: TimedGroup, cell: str, load: str, rounds: int) -> tuple[float
     for _ in range(rounds + WARM_UP):
         dist.barrier()
         group.seconds = 0.0
-        started = time.perf_counter()
+        started, started_cpu = time.perf_counter(), time.process_time()
         step(experts, x_TD, routing)
-        mine = time.perf_counter() - started
-        told = torch.tensor([[mine, group.seconds / mine]], dtype=torch.float64)
-        everyone = told.new_empty(size, 2)
+        mine, cpu = time.perf_counter() - started, time.process_time() - started_cpu
+        told = torch.tensor([[mine, group.seconds / mine, cpu]], dtype=torch.float64)
+        everyone = told.new_empty(size, 3)
         dist.all_gather_into_tensor(everyone, told)
-        rounds_taken.append((everyone[:, 0].max().item(), everyone[:, 1].mean().item()))
+        slowest, _, busiest = everyone.amax(0).tolist()
+        rounds_taken.append((slowest, everyone[:, 1].mean().item(), busiest))
     load_W = [
         sum(counts_E[e].item() / len(placement.ranks[e]) for e in placement.experts_of(r))
         for r in range(size)
@@ -104,7 +107,8 @@ def measure(group: TimedGroup, cell: str, load: str, rounds: int) -> tuple[float
     away = (sends_WW.sum() - sends_WW.diagonal().sum()).item()
     one_by_one = TOP_K * T * (1 - 1 / size)
     return (
-        *min(rounds_taken[WARM_UP:]),
+        *min(rounds_taken[WARM_UP:])[:2],
+        min(cpu for _, _, cpu in rounds_taken[WARM_UP:]),
         away / one_by_one if size > 1 else None,
         max(load_W) * size / sum(load_W),
     )
@@ -121,17 +125,18 @@ def worker(rank: int, size: int, port: int, cases: list[tuple[str, str]], rounds
     dist.barrier()
 
 
-def plain(cell: str, load: str, rounds: int) -> float:
-    """Seconds of a step in one process, without any parallelism."""
+def plain(cell: str, skewed: bool, rounds: int) -> tuple[float, float]:
+    """(seconds, CPU seconds) of a step in one process, without any parallelism."""
     D, F, T = CELLS[cell]
     experts = FFNExperts(D, F, EXPERTS, generator=torch.Generator().manual_seed(0))
-    routing, x_TD = routing_of(T, load != "uniform"), torch.randn(T, D).requires_grad_()
-    seconds = []
+    routing, x_TD = routing_of(T, skewed), torch.randn(T, D).requires_grad_()
+    seconds, cpu = [], []
     for _ in range(rounds + WARM_UP):
-        started = time.perf_counter()
+        started, started_cpu = time.perf_counter(), time.process_time()
         step(experts, x_TD, routing)
         seconds.append(time.perf_counter() - started)
-    return min(seconds[WARM_UP:])
+        cpu.append(time.process_time() - started_cpu)
+    return min(seconds[WARM_UP:]), min(cpu[WARM_UP:])
 
 
 def spread_out(size: int, cases: list[tuple[str, str]], rounds: int) -> list[Any]:
@@ -151,15 +156,21 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, gloo, {os.cpu_count()} cores, 1 thread a process\n")
-    print("| cell | routing | plain | ranks | step | plain / step | communication | rows | load |")
-    print("| --- |" + " --- |" * 8)
-    cases = [(c, load) for c in args.cells.split(",") for load in ("uniform", "skewed", "replicated")]
-    alone = [plain(cell, load, args.rounds) for cell, load in cases]
+    titles = "cell routing ranks step plain/step communication CPU plain/CPU rows load".split()
+    print("| " + " | ".join(titles) + " |")
+    print("| --- |" + " --- |" * (len(titles) - 1))
+    cells = args.cells.split(",")
+    cases = [(cell, load) for cell in cells for load in ("uniform", "skewed", "replicated")]
+    alone = {(cell, skewed): plain(cell, skewed, args.rounds) for cell in cells for skewed in (False, True)}
+    for (cell, skewed), (seconds, cpu) in alone.items():
+        row = [cell, "skewed" if skewed else "uniform", "plain", f"{seconds * 1e3:.0f} ms", "1", "-"]
+        print("| " + " | ".join([*row, f"{cpu * 1e3:.0f} ms", "1", "-", "-"]) + " |", flush=True)
     for size in map(int, args.ranks.split(",")):
         found = spread_out(size, cases, args.rounds)
-        for (cell, load), base, (seconds, share, away, busiest) in zip(cases, alone, found, strict=True):
-            row = [cell, load, f"{base * 1e3:.0f} ms", str(size), f"{seconds * 1e3:.0f} ms"]
-            row += [f"{base / seconds:.2f}", f"{share:.0%}"]
+        for (cell, load), (seconds, share, cpu, away, busiest) in zip(cases, found, strict=True):
+            plain_seconds, plain_cpu = alone[cell, load != "uniform"]
+            row = [cell, load, str(size), f"{seconds * 1e3:.0f} ms", f"{plain_seconds / seconds:.2f}"]
+            row += [f"{share:.0%}", f"{cpu * 1e3:.0f} ms", f"{plain_cpu / cpu:.2f}"]
             row += ["-" if away is None else f"{away:.0%}", f"{busiest:.2f}"]
             print("| " + " | ".join(row) + " |", flush=True)
 

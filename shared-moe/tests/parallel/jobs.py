@@ -1,5 +1,6 @@
 """What the ranks of a team do. Shapes: T tokens, D width, F hidden width, E experts, K chosen."""
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -216,7 +217,7 @@ def move_twice() -> list[Tensor]:
     moe = parallel(layer(), group)
     home = moe.experts.placement
     x_TD = tokens(group.rank, 9)
-    answers = [moe(x_TD)[0].detach()]
+    answers = [copy.deepcopy(moe)(x_TD)[0].detach()]
     for placement in (Placement.balanced([9.0, 1, 5, 1, 1], group.size, 4), home):
         move_experts(moe.experts, placement)
         answers.append(moe(x_TD)[0].detach())

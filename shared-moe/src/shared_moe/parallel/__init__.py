@@ -6,6 +6,7 @@ from shared_moe.parallel.group import ExpertGroup
 from shared_moe.parallel.moving import expert_load, move_experts
 from shared_moe.parallel.placement import Placement
 from shared_moe.parallel.state import full_state, load_full_state
+from shared_moe.parallel.transformers import spread_transformers
 
 __all__ = [
     "ExpertGroup",
@@ -18,4 +19,5 @@ __all__ = [
     "full_state",
     "load_full_state",
     "move_experts",
+    "spread_transformers",
 ]

@@ -82,9 +82,12 @@ class ParallelExperts(nn.Module):
         self.common = placement.common_slots(self.group.rank)
         self._tables: dict[torch.device, Tables] = {}
 
-    @torch.compiler.disable
-    def forward(self, x_TD: Tensor, routing: Routing) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """(T, D) -> (T, O): the weighted sum of each token's experts, wherever they are."""
+        return self._ask(x_TD, routing)
+
+    @torch.compiler.disable
+    def _ask(self, x_TD: Tensor, routing: Routing) -> Tensor:
         group = self.group
         (x_TD,) = autocast(x_TD)
         weights_TK = routing.weights_TK
@@ -148,7 +151,13 @@ class ParallelExperts(nn.Module):
             weights = share(self.group, self.common, scale, list(weights))
         blank_RL = weights_RK.new_zeros(()).expand(x_RD.shape[0], weights[0].shape[0])
         routing = Routing(slots_RK, weights_RK, blank_RL, blank_RL)
-        return functional_call(self.local, dict(zip(names, weights, strict=True)), (x_RD, routing))
+        return functional_call(
+            self.local, dict(zip(names, weights, strict=True)), self._arguments(x_RD, routing)
+        )
+
+    def _arguments(self, x_RD: Tensor, routing: Routing) -> tuple[Any, ...]:
+        """What `local` is called with."""
+        return x_RD, routing
 
 
 def _differentiable(x: Tensor, needed: bool) -> Tensor:

@@ -55,6 +55,10 @@ class ExpertGroup:
         assert isinstance(joined, dist.ProcessGroup)  # a group of all ranks has no outsiders
         return joined
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertGroup":
+        """A copied model (a moving average of the weights, say) works with the same ranks."""
+        return self
+
     def agree(self, facts: dict[str, Any], numbers: Sequence[int] = ()) -> Tensor:
         """Tell the others `facts` and hear theirs, which must be the same; `numbers`, at most W + 1, may differ.
 
