@@ -156,7 +156,18 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, gloo, {os.cpu_count()} cores, 1 thread a process\n")
-    titles = "cell routing ranks step plain/step communication CPU plain/CPU rows load".split()
+    titles = [
+        "cell",
+        "routing",
+        "ranks",
+        "step",
+        "plain/step",
+        "communication",
+        "CPU",
+        "plain/CPU",
+        "rows",
+        "load",
+    ]
     print("| " + " | ".join(titles) + " |")
     print("| --- |" + " --- |" * (len(titles) - 1))
     cells = args.cells.split(",")

@@ -84,7 +84,7 @@ class ParallelExperts(nn.Module):
 
     def forward(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """(T, D) -> (T, O): the weighted sum of each token's experts, wherever they are."""
-        return self._ask(x_TD, routing)
+        return self._ask(x_TD, routing)  # pyright: ignore[reportCallIssue]
 
     @torch.compiler.disable
     def _ask(self, x_TD: Tensor, routing: Routing) -> Tensor:

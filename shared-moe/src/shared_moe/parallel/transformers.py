@@ -21,7 +21,7 @@ class TransformersExperts(ParallelExperts):
         """(T, D), (T, K), (T, K) -> (T, D)."""
         blank_TE = top_k_weights.new_zeros(()).expand(len(top_k_weights), self.num_experts)
         routing = Routing(top_k_index.to(torch.int64), top_k_weights, blank_TE, blank_TE)
-        return self._ask(hidden_states, routing)
+        return self._ask(hidden_states, routing)  # pyright: ignore[reportCallIssue]
 
     def _arguments(self, x_RD: Tensor, routing: Routing) -> tuple[Any, ...]:
         return x_RD, routing.expert_ids_TK, routing.weights_TK
