@@ -222,3 +222,22 @@ def move_twice() -> list[Tensor]:
         move_experts(moe.experts, placement)
         answers.append(moe(x_TD)[0].detach())
     return answers
+
+
+def weights_of_unlike_ranks(placement: Placement) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Experts initialised by another seed on each rank: what this rank had, and what it has now."""
+    group = ExpertGroup(timeout_s=20)
+    experts = FFNExperts(D, F, E, generator=torch.Generator().manual_seed(group.rank))
+    before = {name: p.detach().clone() for name, p in experts.named_parameters()}
+    ParallelExperts(experts, group, placement)
+    return before, {name: p.detach().clone() for name, p in experts.named_parameters()}
+
+
+def build_on_meta() -> Tensor:
+    """The answers of experts that were built without memory and loaded from a checkpoint."""
+    group = ExpertGroup(timeout_s=20)
+    with torch.device("meta"):
+        empty = layer()
+    moe = parallel(empty, group, Placement.balanced([9.0, 1, 5, 1, 1], group.size, 4)).to_empty(device="cpu")
+    load_full_state(moe, layer().state_dict())
+    return moe(tokens(group.rank, 9))[0].detach()

@@ -104,3 +104,19 @@ def test_load_is_that_of_all_ranks(four):
     expected_E = torch.bincount(ids[(ids >= 0) & (ids < jobs.E)], minlength=jobs.E)
     for load_E in four.run(jobs.load_over_ranks):
         assert torch.equal(load_E, expected_E)
+
+
+def test_replicas_begin_equal_whatever_the_seeds(four):
+    placement = Placement(((0, 1, 2, 3), (1,), (1, 3), (0,), (2, 3)), 4)
+    answers = four.run(jobs.weights_of_unlike_ranks, placement)
+    for rank, (_, after) in enumerate(answers):
+        for slot, e in enumerate(placement.experts_of(rank)):
+            owner = placement.ranks[e][0]
+            for name, tensor in after.items():
+                assert torch.equal(tensor[slot], answers[owner][0][name][e])
+
+
+def test_built_without_memory_then_loaded(pair):
+    moe = jobs.layer()
+    for rank, y_TD in enumerate(pair.run(jobs.build_on_meta)):
+        torch.testing.assert_close(y_TD, moe(jobs.tokens(rank, 9))[0].detach())

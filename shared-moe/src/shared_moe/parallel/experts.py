@@ -11,7 +11,7 @@ from shared_moe.ops.backend import autocast
 from shared_moe.parallel.group import ExpertGroup
 from shared_moe.parallel.itinerary import Itinerary, Tables, plan
 from shared_moe.parallel.placement import Placement
-from shared_moe.parallel.replicas import share
+from shared_moe.parallel.replicas import copy_from_owners, share
 from shared_moe.parallel.rows import collect, exchange, spread
 from shared_moe.routing.routing import Routing
 
@@ -20,7 +20,8 @@ class ParallelExperts(nn.Module):
     """The same answers and gradients as `experts`, of which each rank keeps only those that `placement` gives it.
 
     experts    any experts module whose parameters have one leading row an expert (`FFNExperts`, `AdapterExperts`,
-               `LoRAExperts`), whole and equal on every rank; it is cut down in place, and becomes `local`
+               `LoRAExperts`), whole on every rank; it is cut down in place, and becomes `local`. Where ranks were
+               initialised differently, the weights of an expert's first rank count
     placement  by default `Placement.even`
     gradients  "mean" (default): divided by the number of ranks, as DDP and FSDP do to the dense part, so that each rank's
                loss is a mean over its own tokens; "sum": for a loss that is already divided by all ranks' tokens
@@ -70,6 +71,8 @@ class ParallelExperts(nn.Module):
         mine = placement.experts_of(group.rank)
         for parameter in experts.parameters():
             parameter.data = parameter.data[mine]
+        if not any(p.is_meta for p in experts.parameters()):
+            copy_from_owners(group, placement, [p.data for p in experts.parameters()])
 
     @property
     def num_experts(self) -> int:
