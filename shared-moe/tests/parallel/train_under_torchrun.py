@@ -34,7 +34,7 @@ def main(checkpoint: Path, first: int, steps: int) -> None:
         jobs.step_(model, optimizer, group, step)
         hook.remove()
         load_E = expert_load(routings[0], group)
-        move_experts(experts, Placement.balanced(load_E, group.size, 4), optimizer)
+        move_experts(experts, Placement.balanced(load_E, group.size, 6 // group.size + 1), optimizer)
     state = full_state(model) | full_state(model, optimizer)
     if group.rank == 0:
         with atomic_path(checkpoint) as path:
