@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from shared_moe.errors import UnreadableError
 from shared_moe.experts import FFNExperts, LoRAExperts
 from shared_moe.layer import MoE
 from shared_moe.parallel import (
@@ -184,6 +185,8 @@ def gradients(way: str) -> dict[str, Tensor]:
     placement = Placement.balanced([9.0, 1, 5, 1, 1], group.size, 4)
     moe = parallel(layer(), group, placement)
     x_TD = tokens(group.rank, 12)
+    if way == "half frozen":
+        moe.experts.local.down_proj.requires_grad_(False)
     if way == "input without gradient on one rank":
         x_TD.requires_grad_(group.rank == 0)
     run: Callable[[Tensor], Tensor] = lambda x_TD: moe(x_TD)[0]  # noqa: E731
@@ -195,7 +198,7 @@ def gradients(way: str) -> dict[str, Tensor]:
     parts = x_TD.split([5, 7]) if way == "accumulated" else [x_TD]
     for part_TD in parts:
         run(part_TD).square().sum().backward()
-    return {name: p.grad for name, p in moe.named_parameters()}
+    return {name: p.grad for name, p in moe.named_parameters() if p.grad is not None}
 
 
 def answers_under(dtype: torch.dtype | None) -> Tensor:
@@ -241,3 +244,24 @@ def build_on_meta() -> Tensor:
     moe = parallel(empty, group, Placement.balanced([9.0, 1, 5, 1, 1], group.size, 4)).to_empty(device="cpu")
     load_full_state(moe, layer().state_dict())
     return moe(tokens(group.rank, 9))[0].detach()
+
+
+def load_damaged(damage: str) -> str:
+    """What this rank is told of a checkpoint that doesn't fit."""
+    model, optimizer, _ = prepare("fsdp", None)
+    weights = Block(layer()).state_dict()
+    if damage == "unknown state":
+        attempt = lambda: load_full_state(model, {"moe.nothing/exp_avg": torch.ones(2)}, optimizer)  # noqa: E731
+    else:
+        name = "moe.experts.down_proj"
+        tensor = weights.pop(name)
+        if damage == "as many experts as this rank has":
+            weights[name] = tensor[: dict(model.named_parameters())["moe.experts.local.down_proj"].shape[0]]
+        if damage == "unknown name":
+            weights |= {name: tensor, "moe.experts.nothing": tensor}
+        attempt = lambda: load_full_state(model, weights)  # noqa: E731
+    try:
+        attempt()
+    except UnreadableError as e:
+        return str(e)
+    raise AssertionError("nothing was noticed")

@@ -68,6 +68,14 @@ def test_other_ways_to_the_same_gradients(pair, way):
             torch.testing.assert_close(grad, expected[name])
 
 
+def test_frozen_weights_get_no_gradient_and_the_others_theirs(pair):
+    plain = pair.run(jobs.gradients, "plain")
+    for expected, found in zip(plain, pair.run(jobs.gradients, "half frozen"), strict=True):
+        assert expected.keys() - found.keys() == {"experts.local.down_proj"}
+        for name, grad in found.items():
+            assert torch.equal(grad, expected[name])
+
+
 def test_bitwise_repeatable(four):
     once, again = (four.run(jobs.gradients, "plain") for _ in range(2))
     for a, b in zip(once, again, strict=True):

@@ -65,3 +65,17 @@ def test_a_checkpoint_continues_at_another_world_size(pair, four, one_process, t
     alone = jobs.Block(jobs.layer())
     alone.load_state_dict(weights)
     torch.testing.assert_close(alone.state_dict(), jobs.train_one_process(2)[0].state_dict())
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("missing", "missing moe.experts.local.down_proj"),
+        ("as many experts as this rank has", "the model has (5, 6, 8)"),
+        ("unknown name", "unknown moe.experts.nothing"),
+        ("unknown state", "holds 'moe.nothing/exp_avg', but the optimizer has no such parameter"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(pair, damage, words):
+    for message in pair.run(jobs.load_damaged, damage):
+        assert words in message

@@ -30,7 +30,7 @@ def move_experts(experts: ParallelExperts, placement: Placement, optimizer: Opti
 
     Every rank calls it with the same placement, after `optimizer.step()`. Rows come from a rank that has them, itself
     first. `optimizer` is the one that holds the experts' parameters, if there is one; its state moves where it has a
-    leading row an expert. Raises `InputError` for a placement of other experts or ranks, `ParallelError` when ranks
+    leading row an expert. Left out while there is one, its state stays with the wrong experts. Raises `InputError` for a placement of other experts or ranks, `ParallelError` when ranks
     disagree.
     """
     group, old = experts.group, experts.placement

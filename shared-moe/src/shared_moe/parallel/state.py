@@ -119,8 +119,15 @@ def _load_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     parts = {}
     for name, own in model.state_dict().items():
         plain, layer = names.get(name, (name, None))
-        if plain in rest:
-            parts[name] = _part(rest.pop(plain), own, layer)
+        if plain not in rest:
+            continue
+        value = rest.pop(plain)
+        expected = own.shape if layer is None else (layer.num_experts, *own.shape[1:])
+        if value.shape != expected:
+            raise UnreadableError(
+                f"the checkpoint holds {plain} as {tuple(value.shape)}; the model has {tuple(expected)}"
+            )
+        parts[name] = _part(value, own, layer)
     load_weights(model, parts | rest, "the checkpoint")
 
 
