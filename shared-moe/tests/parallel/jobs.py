@@ -265,3 +265,14 @@ def load_damaged(damage: str) -> str:
     except UnreadableError as e:
         return str(e)
     raise AssertionError("nothing was noticed")
+
+
+def answers_and_gradients_on(device: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Answers and gradients of the experts of this rank, of which each rank has all, in float32."""
+    group = ExpertGroup(timeout_s=40)
+    moe = layer(dtype=torch.float32).to(device)
+    everywhere = Placement((tuple(range(group.size)),) * E, group.size)
+    moe = parallel(moe, group, everywhere, gradients="sum")
+    y_TD, _ = moe(tokens(group.rank, 9, torch.float32).to(device))
+    y_TD.square().sum().backward()
+    return y_TD.detach().cpu(), {name: p.grad.cpu() for name, p in moe.experts.local.named_parameters()}

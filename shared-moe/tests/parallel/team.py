@@ -1,4 +1,4 @@
-"""Processes joined by gloo that run functions together, over and over: starting them takes longer than most tests."""
+"""Processes joined by gloo (or NCCL) that run functions together, over and over: starting them takes longer than most tests."""
 
 import os
 import traceback
@@ -16,14 +16,14 @@ LIMIT_S = 60
 class Team:
     """`with Team(4) as team: team.run(function, *args)`; functions must be importable, arguments picklable."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, backend: str = "gloo"):
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["shared_moe.parallel", "shared_moe.layer"])
         self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         pipes = [context.Pipe() for _ in range(size)]
         self.pipes = [ours for ours, _ in pipes]
         self.processes = [
-            context.Process(target=_serve, args=(theirs, rank, size, self.store.port), daemon=True)
+            context.Process(target=_serve, args=(theirs, rank, size, backend, self.store.port), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self.processes:
@@ -60,12 +60,14 @@ class Team:
             return None
 
 
-def _serve(pipe: Any, rank: int, size: int, port: int) -> None:
+def _serve(pipe: Any, rank: int, size: int, backend: str, port: int) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     limit = timedelta(seconds=LIMIT_S)
     store = dist.TCPStore("localhost", port, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     while True:
         function, args = pipe.recv()
         try:

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from shared_moe.errors import InputError, ParallelError
 
 ANNOUNCEMENT_BYTES = 512
-GRACE_S = 2.0
+GRACE_S = 4.0
 """How long a rank that noticed a failure waits for word from the others before it names those who are missing."""
 
 _serial = itertools.count()
@@ -47,10 +47,9 @@ class ExpertGroup:
         self.layers = itertools.count()
         self._store, self._key = _get_default_store(), f"shared_moe/expert_group/{next(_serial)}"
         self._control = self._join("gloo")
-        backend = dist.get_backend()
-        self._rows = self._control if backend == "gloo" else self._join(backend)
+        self._rows = self._control if dist.get_backend() == "gloo" else self._join(None)
 
-    def _join(self, backend: str) -> dist.ProcessGroup:
+    def _join(self, backend: str | None) -> dist.ProcessGroup:
         joined = dist.new_group(backend=backend, timeout=timedelta(seconds=self.timeout_s))
         assert isinstance(joined, dist.ProcessGroup)  # a group of all ranks has no outsiders
         return joined
