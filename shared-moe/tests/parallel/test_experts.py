@@ -10,6 +10,7 @@ PLACEMENTS = {
     "even": None,
     "uneven": lambda W: Placement(tuple((min(e, W - 1),) for e in range(jobs.E)), W),
     "replicas": lambda W: Placement.balanced([9.0, 1, 5, 1, 1], W, 4),
+    "replicas on two ranks": lambda W: Placement(((0, 1), (W - 1,), (W // 2,), (0,), (1,)), W),
     "everything everywhere": lambda W: Placement((tuple(range(W)),) * jobs.E, W),
 }
 

@@ -8,7 +8,7 @@ from torch.func import functional_call
 
 from shared_moe.errors import InputError, MoeError, ShapeError
 from shared_moe.ops.backend import autocast
-from shared_moe.parallel.group import ExpertGroup
+from shared_moe.parallel.group import ExpertGroup, summary
 from shared_moe.parallel.itinerary import Itinerary, Tables, plan
 from shared_moe.parallel.placement import Placement
 from shared_moe.parallel.replicas import copy_from_owners, share
@@ -57,7 +57,7 @@ class ParallelExperts(nn.Module):
                 "operation": "build",
                 "layer": self.layer,
                 "experts": num_experts,
-                "shapes": str(sorted(shapes.items()))[:200],
+                "shapes": summary(sorted(shapes.items())),
                 "placement": placement.digest,
                 "gradients": gradients,
             }
@@ -143,7 +143,7 @@ class ParallelExperts(nn.Module):
             "dtype": f"{x_TD.dtype}, weights {weights_TK.dtype}",
             "placement": self.placement.digest,
             "gradients on": torch.is_grad_enabled(),
-            "trainable": [p.requires_grad for p in self.local.parameters()],
+            "trainable": summary([name for name, p in self.local.named_parameters() if p.requires_grad]),
         }
 
     def _answer(self, x_RD: Tensor, slots_RK: Tensor, weights_RK: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ about to do and with which numbers. So a rank that computes something else is na
 import itertools
 import json
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -78,7 +79,8 @@ class ExpertGroup:
 
     def give_up(self, error: Exception) -> None:
         """Tell the others that this rank can't go on, so that they stop at once; then raise your own error."""
-        reason = f"{type(error).__name__}: {error}".encode("ascii", "replace").decode()[:200]
+        words = f"{type(error).__name__}: {error}".encode("ascii", "replace").decode().split()
+        reason = " ".join(words)[:200]
         try:
             self.agree({"operation": "give up", "error": reason})
         except ParallelError:
@@ -131,6 +133,12 @@ class ExpertGroup:
             f"{where}: no word from {_ranks(missing)}, dead or more than {self.timeout_s:g} s late; "
             "look at its log, then start again from a checkpoint"
         )
+
+
+def summary(values: object) -> str:
+    """Values as text short enough for an announcement, different for different values."""
+    text = str(values)
+    return text if len(text) <= 160 else f"{text[:140]}... #{zlib.crc32(text.encode()):08x}"
 
 
 def _disagreement(told: list[dict[str, Any]]) -> str:

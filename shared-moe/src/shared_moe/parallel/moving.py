@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from shared_moe.errors import InputError
 from shared_moe.parallel.experts import ParallelExperts
-from shared_moe.parallel.group import ExpertGroup
+from shared_moe.parallel.group import ExpertGroup, summary
 from shared_moe.parallel.placement import Placement
 from shared_moe.routing.routing import Routing
 from shared_moe.routing.topk import routed_counts
@@ -40,7 +40,7 @@ def move_experts(experts: ParallelExperts, placement: Placement, optimizer: Opti
             "operation": "move experts",
             "layer": experts.layer,
             "placement": placement.digest,
-            "tensors": str([(list(part.shape[1:]), str(part.dtype)) for part in parts])[:200],
+            "tensors": summary([(list(part.shape[1:]), str(part.dtype)) for part in parts]),
         }
     )
     if (placement.num_experts, placement.world_size) != (old.num_experts, old.world_size):

@@ -4,7 +4,7 @@ A rank's backward pass brings an expert the gradients of every rank's tokens, so
 FSDP average: expert gradients are divided by the number of ranks to agree with them. Replicas of an expert each saw a part
 of its tokens: their gradients are added up, in the same order everywhere, so that replicas stay equal bit by bit.
 
-Shapes: L experts of this rank.
+Shapes: L experts of this rank, U of them replicated, R rows sent, P numbers an expert.
 """
 
 from typing import Any
@@ -30,9 +30,11 @@ class _Share(Function):
     @once_differentiable
     def backward(ctx: Any, *grads_L: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         needed = [i for i in range(len(grads_L)) if ctx.needs_input_grad[3 + i]]
-        grads = [grads_L[i] if ctx.scale == 1 else grads_L[i] * ctx.scale for i in needed]
+        grads = [grads_L[i] for i in needed]
+        if ctx.scale != 1 or ctx.common is not None:
+            grads = [grad * ctx.scale for grad in grads]
         if ctx.common is not None:
-            grads = _add_up(ctx.group, ctx.common, grads)
+            _add_up_(ctx.group, ctx.common, grads)
         found = dict(zip(needed, grads, strict=True))
         return None, None, None, *(found.get(i) for i in range(len(grads_L)))
 
@@ -66,17 +68,22 @@ def copy_from_owners(group: ExpertGroup, placement: Placement, weights_L: list[T
 
 
 def _flat(common: list[list[int]], device: torch.device) -> Tensor:
-    return torch.tensor([slot for slots in common for slot in slots], dtype=torch.int64, device=device)
+    return torch.tensor([i for part in common for i in part], dtype=torch.int64, device=device)
 
 
-def _add_up(group: ExpertGroup, common: list[list[int]], grads_L: list[Tensor]) -> list[Tensor]:
-    flat_LP = torch.cat([grad.flatten(1) for grad in grads_L], dim=1)
+def _add_up_(group: ExpertGroup, common: list[list[int]], grads_L: list[Tensor]) -> None:
+    """Put each replicated expert's sum over ranks, in the order of ranks, in place of this rank's part of it."""
+    replicated = sorted({slot for slots in common for slot in slots})
+    row_of = {slot: row for row, slot in enumerate(replicated)}
+    rows = [[row_of[slot] for slot in slots] for slots in common]
     splits = [len(slots) for slots in common]
-    send_R = _flat(common, flat_LP.device)
-    received_RP = group.exchange(flat_LP[send_R], splits, splits, "gradients of replicas")
-    total_LP = flat_LP.to(torch.promote_types(flat_LP.dtype, torch.float32))
-    total_LP[send_R] = 0
-    for slots, part in zip(common, received_RP.split(splits), strict=True):
-        total_LP[slots] += part
-    parts = total_LP.split([grad.flatten(1).shape[1] for grad in grads_L], dim=1)
-    return [part.reshape(grad.shape).to(grad.dtype) for part, grad in zip(parts, grads_L, strict=True)]
+    flat_UP = torch.cat([grad[replicated].flatten(1) for grad in grads_L], dim=1)
+    received_RP = group.exchange(
+        flat_UP[_flat(rows, flat_UP.device)], splits, splits, "gradients of replicas"
+    )
+    total_UP = torch.zeros_like(flat_UP, dtype=torch.promote_types(flat_UP.dtype, torch.float32))
+    for part_rows, part in zip(rows, received_RP.split(splits), strict=True):
+        total_UP[part_rows] += part
+    sizes = [grad[:1].numel() for grad in grads_L]
+    for grad, total in zip(grads_L, total_UP.split(sizes, dim=1), strict=True):
+        grad[replicated] = total.reshape(-1, *grad.shape[1:]).to(grad.dtype)
