@@ -9,6 +9,9 @@ growth of the resident set over one call in a fresh process.
 
 Cells: A is d=1024 ff=2048 T=2048, B is d=256 ff=512 T=2048, decode is T=8; all with 32 experts, 4 a token. For decode
 the dense network reads one expert's weights only, so its column is no limit there.
+
+A second table gives decode with int8 weights beside bfloat16's best known and torch's own int8 product: the limit there
+is a pure read of the experts' bytes (their sum as 64-bit integers). These are medians of the interleaved rounds.
 """
 
 import argparse
@@ -18,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import gc
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -31,7 +35,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from shared_moe import native
-from shared_moe.ops import grouped_ffn
+from shared_moe.ops import grouped_ffn, int8_ffn, quantize_int8
 
 EXPERTS, TOP_K = 32, 4
 CELLS = {
@@ -61,6 +65,7 @@ class Case:
         weights, self.ids = scores.topk(TOP_K, dim=1)
         self.weights = weights.softmax(1).to(dtype).requires_grad_()
         self.hf_experts: Qwen3MoeExperts | None = None
+        self.int8: tuple[Tensor, ...] = ()
         self.load = (
             torch.bincount(self.ids.flatten(), minlength=EXPERTS).max().item() * EXPERTS / self.ids.numel()
         )
@@ -125,6 +130,64 @@ METHODS: dict[str, Callable[[Case], Tensor]] = {
     "unbind loop": unbind_loop,
     "shared_moe": ours,
 }
+
+
+def int8(c: Case) -> Tensor:
+    return int8_ffn(c.x, *c.int8, c.ids, c.weights)
+
+
+def torch_int8(c: Case) -> Tensor:
+    """A loop over experts with the int8 product that torch has for the CPU (it wants scales in x's dtype)."""
+    gate_up, gate_up_scale, down, down_scale = c.int8
+    y = torch.zeros_like(c.x)
+    for e in c.ids.unique().tolist():
+        t, k = torch.where(c.ids == e)
+        h = torch._weight_int8pack_mm(c.x[t], gate_up[e], gate_up_scale[e].to(c.x.dtype))
+        gate, up = h.chunk(2, dim=-1)
+        rows = torch._weight_int8pack_mm(nnf.silu(gate) * up, down[e], down_scale[e].to(c.x.dtype))
+        y = y.index_add(0, t, rows * c.weights[t, k, None])
+    return y
+
+
+def read_int8(c: Case) -> Tensor:
+    hit = c.ids.unique().tolist()
+    return torch.stack([w[e].view(torch.int64).sum() for w in (c.int8[0], c.int8[2]) for e in hit])
+
+
+def read_weights(c: Case) -> Tensor:
+    hit = c.ids.unique().tolist()
+    return torch.stack([w[e].view(torch.int64).sum() for w in (c.gate_up, c.down) for e in hit])
+
+
+INT8_METHODS: dict[str, Callable[[Case], Tensor]] = {
+    "hf grouped_mm": hf("grouped_mm"),
+    "shared_moe": ours,
+    "read of its bytes": read_weights,
+    "torch int8": torch_int8,
+    "shared_moe int8": int8,
+    "read of int8 bytes": read_int8,
+}
+
+
+def print_int8(cells: list[str], rounds: int) -> None:
+    print("\ndecode with int8 weights, bf16 tokens: ms, median of interleaved rounds\n")
+    print("| cell | " + " | ".join(INT8_METHODS) + " | grouped_mm / int8 | int8 / read |")
+    print("| --- |" + " --- |" * (len(INT8_METHODS) + 2))
+    for cell in cells:
+        case = Case(cell, torch.bfloat16, False)
+        case.int8 = (*quantize_int8(case.gate_up), *quantize_int8(case.down))
+        times: dict[str, list[float]] = {name: [] for name in INT8_METHODS}
+        for _ in range(rounds + 1):
+            for name, method in INT8_METHODS.items():
+                started = time.process_time()
+                with torch.no_grad():
+                    method(case)
+                times[name].append(time.process_time() - started)
+        median = {name: statistics.median(values[1:]) for name, values in times.items()}
+        row = [f"{seconds * 1e3:.2f}" for seconds in median.values()]
+        row.append(f"{median['hf grouped_mm'] / median['shared_moe int8']:.2f}")
+        row.append(f"{median['shared_moe int8'] / median['read of int8 bytes']:.2f}")
+        print(f"| {cell} | " + " | ".join(row) + " |", flush=True)
 
 
 def call(method: Callable[[Case], Tensor], case: Case, train: bool) -> None:
@@ -212,6 +275,9 @@ def main() -> None:
                     title += f" skewed {case.load:.1f}x" if skewed else ""
                     row = [title, *shown, f"{ratios['shared_moe'] / best:.2f}", memory]
                     print("| " + " | ".join(row) + " |", flush=True)
+    decode = [cell for cell in args.cells.split(",") if cell.startswith("decode")]
+    if decode:
+        print_int8(decode, args.rounds * 20)
 
 
 if __name__ == "__main__":

@@ -199,6 +199,24 @@ def test_every_layout_of_the_interface(flags):
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("flags", LAYOUTS, ids=lambda f: "+".join(f) or "plain")
+def test_every_layout_in_int8(flags):
+    model, twin = nn.ModuleDict({"experts": layout(**flags)}), layout(**flags)
+    experts = hf.quantize_experts(model)["experts"]
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    for name in (first, "down_proj"):
+        weight = getattr(experts, name) * getattr(experts, f"{name}_scale")[..., None]
+        getattr(twin, name).data = weight.mT if twin.is_transposed else weight
+    g = torch.Generator().manual_seed(5)
+    x, weights = torch.randn(9, 6, generator=g), torch.rand(9, 2, generator=g)
+    ids = torch.stack([torch.randperm(6, generator=g)[:2] for _ in range(9)])
+    with torch.no_grad():
+        y = experts(x, ids, weights)
+        torch.testing.assert_close(y, twin(x, ids, weights), rtol=1e-3, atol=1e-3)
+        compiled = torch.compile(lambda *a: experts(*a), fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x, ids, weights), y)
+
+
 def test_int32_ids_and_wider_inputs_keep_the_dtype():
     experts = layout()
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -327,3 +345,31 @@ def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.activations", None)
     with pytest.raises(MissingExtra, match=r"shared-moe\[hf\]"):
         hf.register()
+
+
+def train(implementation, checkpointing=False, steps=20):
+    """Losses of a tiny Qwen3-MoE over its first steps on one batch a step."""
+    model = tiny("qwen3_moe").train()
+    model.set_experts_implementation(implementation)
+    if checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)()
+    assert any(getattr(m, "gradient_checkpointing", False) for m in model.modules()) == checkpointing
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    g = torch.Generator().manual_seed(7)
+    losses = []
+    for _ in range(steps):
+        ids = torch.randint(1, 97, (4, 12), generator=g)
+        loss = model(ids, labels=ids, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "gradient checkpointing"])
+def test_training_follows_the_eager_loss_curve(checkpointing):
+    eager, ours = train("eager"), train("shared_moe", checkpointing)
+    assert eager[-1] < eager[0] - 0.1
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)

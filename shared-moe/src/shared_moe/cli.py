@@ -31,7 +31,9 @@ def doctor(as_json: AsJson = False) -> None:
     typer.echo(json.dumps(facts, indent=2) if as_json else machine.describe(facts))
 
 
-@app.command(epilog="Example: `shared-moe bench --tokens 2048 --dtype bfloat16 --backward`")
+@app.command(
+    epilog="Examples: `shared-moe bench --tokens 2048 --dtype bfloat16 --backward`, `shared-moe bench --gpu > gpu.md`"
+)
 def bench(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens a pass.")] = 512,
     dim: Annotated[int, typer.Option(min=1, help="Model width.")] = 256,
@@ -42,9 +44,25 @@ def bench(
     backward: Annotated[bool, typer.Option("--backward", help="Time forward and backward.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; the fastest counts.")] = 5,
     seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
+    gpu: Annotated[
+        bool,
+        typer.Option(
+            "--gpu",
+            help="Check every op on the GPU, then time layers of three published models: under six minutes; of the "
+            "other options only --seed and --json count.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Time one MoE layer side by side with the usual ways to write it and with the dense limit."""
+    if gpu:
+        from shared_moe.gpu import bench as gpu_timing
+
+        found = gpu_timing.bench_gpu(seed)
+        typer.echo(json.dumps(found, indent=2) if as_json else gpu_timing.describe(found))
+        if not all(check["passed"] for check in found["checks"]):
+            raise typer.Exit(1)
+        return
     from shared_moe import bench as timing
 
     result = timing.bench(

@@ -14,7 +14,7 @@ from shared_moe import __version__
 OPTIONAL = {"pyarrow": "trace", "matplotlib": "viz", "huggingface_hub": "hub", "transformers": "hf"}
 """Package -> the extra that brings it."""
 
-CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "sve", "bf16")
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "sve", "bf16")
 
 
 def examine() -> dict[str, Any]:
@@ -22,6 +22,7 @@ def examine() -> dict[str, Any]:
     import torch
 
     from shared_moe.ops.backend import KERNELS, explain_backend
+    from shared_moe.ops.cuda import nvrtc
 
     return {
         "shared-moe": __version__,
@@ -36,6 +37,7 @@ def examine() -> dict[str, Any]:
         },
         "compiler": shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++"),
         "cuda": _cuda(),
+        "cuda_kernels": nvrtc.status(),
         "triton": _version("triton"),
         "extras": {name: _version(name) for name in OPTIONAL},
         "ops": {
@@ -54,6 +56,7 @@ def describe(facts: dict[str, Any]) -> str:
         f"{' '.join(cpu['flags']) or 'none of the flags we look for'}",
         f"compiler   {facts['compiler'] or 'none found; install g++ for the native CPU passes'}",
         f"CUDA       {', '.join(cuda['devices']) if cuda['available'] else cuda['why']}",
+        f"           {facts['cuda_kernels']}",
         f"Triton     {facts['triton'] or 'not installed'}",
         *(
             f"{name:<16} {found or f'not installed (extra {OPTIONAL[name]})'}"

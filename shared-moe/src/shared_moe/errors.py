@@ -41,6 +41,10 @@ class DiskFullError(MoeError, OSError):
     """A write failed for want of space; what was there before is untouched."""
 
 
+class ParallelError(MoeError, RuntimeError):
+    """Processes that work together stopped doing so: one died, is late, or disagrees with the others."""
+
+
 class MissingExtra(MoeError, ImportError):
     """An optional dependency is not installed."""
 

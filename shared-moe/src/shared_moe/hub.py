@@ -183,7 +183,14 @@ def load_weights(
 
     Raises `UnreadableError` naming every kind of disagreement: names missing, names unknown, shapes that differ.
     """
-    own = module.state_dict()
+    check_fit(module.state_dict(), tensors, type(module).__name__, source)
+    module.load_state_dict(dict(tensors))
+
+
+def check_fit(
+    own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str, source: Path | str
+) -> None:
+    """Raises `UnreadableError` unless `tensors` have the names and shapes of `own`, those of a `what`."""
     wrong = [f"missing {_some(own.keys() - tensors.keys())}"] if own.keys() - tensors.keys() else []
     if tensors.keys() - own.keys():
         wrong.append(f"unknown {_some(tensors.keys() - own.keys())}")
@@ -195,8 +202,7 @@ def load_weights(
     if shapes:
         wrong.append(f"wrong shape {_some(shapes)}")
     if wrong:
-        raise UnreadableError(f"{source} does not fit {type(module).__name__}: {'; '.join(wrong)}")
-    module.load_state_dict(dict(tensors))
+        raise UnreadableError(f"{source} does not fit {what}: {'; '.join(wrong)}")
 
 
 def sha256(path: Path) -> str:

@@ -88,15 +88,23 @@ SIGNATURES = {
     "transpose": [*[_LONG] * 2, *[_POINTER] * 2],
     "combine": [_INT, *[_LONG] * 3, *[_POINTER] * 4],
     "swiglu_few_rows": [_INT, *[_LONG] * 5, *[_POINTER] * 8],
+    "int8_linear": [_INT, *[_LONG] * 4, *[_POINTER] * 5],
+    "int8_swiglu": [_INT, *[_LONG] * 5, *[_POINTER] * 8],
 }
 """Arguments of each C function after the first, an int."""
+
+
+def source() -> str:
+    """The C++ of all passes, one translation unit."""
+    folder = files("shared_moe").joinpath("ops/cpu")
+    return "".join(folder.joinpath(name).read_text() for name in ("moe.cpp", "int8.cpp"))
 
 
 @functools.cache
 def _library() -> tuple[ctypes.CDLL | None, str]:
     if os.environ.get("SHARED_MOE_NATIVE") == "0":
         return None, "native passes switched off by SHARED_MOE_NATIVE=0"
-    path, note = compile_library(files("shared_moe").joinpath("ops/cpu/moe.cpp").read_text(), "moe")
+    path, note = compile_library(source(), "moe")
     if path is None:
         return None, note
     try:
@@ -230,5 +238,61 @@ def swiglu_few_rows(
         _pointer(position_TK),
         _pointer(weights),
         _pointer(out_TD),
+    )
+    return True
+
+
+def int8_linear(
+    x_SD: Tensor, weight_EHD: Tensor, scale_EH: Tensor, counts_E: Tensor, most: int, y_SH: Tensor
+) -> bool:
+    """y_s = scale_e · (W_e x_s) with int8 W, for the experts with at most `most` rows; others' rows stay as they are."""
+    library = _usable(x_SD, y_SH)
+    if library is None:
+        return False
+    library.int8_linear(
+        DTYPES[x_SD.dtype],
+        torch.get_num_threads(),
+        *weight_EHD.shape,
+        most,
+        _pointer(x_SD),
+        _pointer(weight_EHD),
+        _pointer(scale_EH),
+        _pointer(counts_E),
+        _pointer(y_SH),
+    )
+    return True
+
+
+def int8_swiglu(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    gate_up_EHD: Tensor,
+    gate_up_scale_EH: Tensor,
+    down_EDF: Tensor,
+    down_scale_ED: Tensor,
+    weights_TK: Tensor,
+    y_TD: Tensor,
+) -> bool:
+    """The whole SwiGLU layer with int8 weights, for few tokens; activations stay float32 between the products."""
+    library = _usable(x_TD, y_TD)
+    if library is None:
+        return False
+    ids, weights = ids_TK.contiguous(), weights_TK.to(torch.float32).contiguous()
+    library.int8_swiglu(
+        DTYPES[x_TD.dtype],
+        torch.get_num_threads(),
+        x_TD.shape[0],
+        gate_up_EHD.shape[0],
+        ids.shape[1],
+        x_TD.shape[1],
+        down_EDF.shape[2],
+        _pointer(x_TD),
+        _pointer(ids),
+        _pointer(gate_up_EHD),
+        _pointer(gate_up_scale_EH),
+        _pointer(down_EDF),
+        _pointer(down_scale_ED),
+        _pointer(weights),
+        _pointer(y_TD),
     )
     return True

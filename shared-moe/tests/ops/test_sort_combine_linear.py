@@ -171,7 +171,7 @@ def test_the_backend_is_chosen_by_argument_then_environment(monkeypatch):
     assert choose_backend("combine", "torch") == "torch"
     monkeypatch.setenv("SHARED_MOE_BACKEND", "cuda")
     assert choose_backend("combine") == "auto"
-    assert choose_backend("slot_mix") == "cuda"
+    assert choose_backend("sample_log_dirichlet") == "cuda"
     monkeypatch.setenv("SHARED_MOE_BACKEND", "nonsense")
     with pytest.raises(InputError, match="SHARED_MOE_BACKEND"):
         choose_backend("combine")

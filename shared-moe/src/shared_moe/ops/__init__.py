@@ -3,6 +3,7 @@
 from shared_moe.ops.combine import combine
 from shared_moe.ops.grouped_ffn import grouped_ffn
 from shared_moe.ops.grouped_linear import grouped_linear
+from shared_moe.ops.int8 import int8_error_bound, int8_ffn, int8_linear, quantize_int8
 from shared_moe.ops.lowrank import lowrank_experts
 from shared_moe.ops.slot_mix import slot_mix, slot_unmix
 from shared_moe.ops.sort import sort_by_expert
@@ -12,7 +13,11 @@ __all__ = [
     "combine",
     "grouped_ffn",
     "grouped_linear",
+    "int8_error_bound",
+    "int8_ffn",
+    "int8_linear",
     "lowrank_experts",
+    "quantize_int8",
     "slot_mix",
     "slot_unmix",
     "sort_by_expert",

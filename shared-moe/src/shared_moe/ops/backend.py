@@ -87,7 +87,15 @@ def why_not(kernel: str, x: Tensor) -> str | None:
 
 
 def _why_not_cuda(x: Tensor) -> str | None:
-    return "the tensor is on " + x.device.type if x.device.type != "cuda" else "not built"
+    from shared_moe.ops.cuda import nvrtc
+
+    if x.device.type != "cuda":
+        return f"the tensor is on {x.device.type}"
+    if not nvrtc.available():
+        return nvrtc.MISSING
+    if torch.cuda.is_available() and capability(x.device) < (8, 0):
+        return f"{x.device} is older than sm_80"
+    return None
 
 
 @functools.cache
@@ -115,9 +123,9 @@ def explain_backend(op: str) -> tuple[str, str]:
     for kernel in KERNELS[op]:
         why = why_not(kernel, probe)
         if why is None:
-            return kernel, "; ".join([*reasons, "the fastest kernel for this GPU"])
+            return kernel, "; ".join([*reasons, "the first kernel that runs on this GPU"])
         reasons.append(f"not {kernel}: {why}")
-    return "torch", "; ".join(reasons)
+    return "torch", "; ".join(reasons) or "there is no kernel for a GPU"
 
 
 def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:

@@ -238,27 +238,33 @@ def grouped_ffn(
 
 
 def _check(x, gate_up, down, gate_up_bias, down_bias, ids, weights, gated: bool) -> None:
+    check_ffn(x, gate_up, down, ids, weights, gated)
+    if not x.dtype == gate_up.dtype == down.dtype:
+        raise ShapeError(f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; they must be the same")
+    shapes = (("gate_up_bias", gate_up_bias, gate_up.shape[:2]), ("down_bias", down_bias, down.shape[:2]))
+    for name, bias, shape in shapes:
+        if bias is not None and (bias.shape != shape or bias.dtype != x.dtype):
+            raise ShapeError(f"{name} is {bias.dtype} {tuple(bias.shape)}; expected {x.dtype} {tuple(shape)}")
+
+
+def check_ffn(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, gated: bool) -> None:
+    """Raises `ShapeError` unless the shapes of an expert layer's tensors fit, whatever the weights' dtype."""
     if x.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
         raise ShapeError(
             f"expected x (T, D), gate_up (E, H, D), down (E, O, F); got {tuple(x.shape)}, {tuple(gate_up.shape)}, "
             f"{tuple(down.shape)}"
         )
     E, H, D = gate_up.shape
-    O, F = down.shape[1:]
+    F = down.shape[2]
     if E < 1 or x.shape[1] != D or down.shape[0] != E or (2 * F if gated else F) != H:
         raise ShapeError(
             f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}, down {tuple(down.shape)} do not fit: expected "
             f"(T, D), (E, {'2F' if gated else 'F'}, D), (E, O, F)"
         )
-    if not x.dtype == gate_up.dtype == down.dtype:
-        raise ShapeError(f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; they must be the same")
     if ids.dim() != 2 or ids.shape[0] != x.shape[0] or ids.shape != weights.shape or ids.dtype != torch.int64:
         raise ShapeError(
             f"expert_ids must be int64 ({x.shape[0]}, K) and weights the same shape; got {ids.dtype} "
             f"{tuple(ids.shape)} and {tuple(weights.shape)}"
         )
-    for name, bias, shape in (("gate_up_bias", gate_up_bias, (E, H)), ("down_bias", down_bias, (E, O))):
-        if bias is not None and (tuple(bias.shape) != shape or bias.dtype != x.dtype):
-            raise ShapeError(f"{name} is {bias.dtype} {tuple(bias.shape)}; expected {x.dtype} {shape}")
     if not weights.is_floating_point():
         raise ShapeError(f"weights are {weights.dtype}; expected a float dtype")

@@ -10,6 +10,7 @@ from shared_moe import native
 from shared_moe.errors import ShapeError
 from shared_moe.ops.backend import autocast, choose_backend, resolve
 from shared_moe.ops.products import (
+    bias_rows,
     check_counts,
     grouped_rows,
     grouped_weight_gradient,
@@ -164,7 +165,4 @@ def grouped_linear(
             y_SF = _grouped_linear(x_SD.contiguous(), weight_EFD, counts_E, chosen)
         if bias_EF is None:
             return y_SF
-        row_S = torch.arange(x_SD.shape[0], device=x_SD.device)
-        expert_S = torch.searchsorted(counts_E.cumsum(0), row_S, right=True)
-        padded_EF = torch.cat([bias_EF, bias_EF.new_zeros(1, bias_EF.shape[1])])
-        return y_SF + padded_EF.index_select(0, expert_S).to(y_SF.dtype)
+        return y_SF + bias_rows(bias_EF, counts_E, x_SD.shape[0]).to(y_SF.dtype)

@@ -63,3 +63,11 @@ def grouped_weight_gradient(grad_SF: Tensor, x_SD: Tensor, counts_E: Tensor) -> 
     """Σ over each expert's rows of grad_s x_sᵀ by grouped_mm: (E, F, D), exactly zero for an expert without rows."""
     grad_EFD = nnf.grouped_mm(grad_SF.t(), x_SD, offs=offsets(counts_E))
     return grad_EFD.masked_fill_((counts_E == 0)[:, None, None], 0)
+
+
+def bias_rows(bias_EF: Tensor, counts_E: Tensor, rows: int) -> Tensor:
+    """The bias of each row's expert: (rows, F); zeros past the last expert's rows."""
+    row_S = torch.arange(rows, device=bias_EF.device)
+    expert_S = torch.searchsorted(counts_E.cumsum(0), row_S, right=True)
+    padded_EF = torch.cat([bias_EF, bias_EF.new_zeros(1, bias_EF.shape[1])])
+    return padded_EF.index_select(0, expert_S)

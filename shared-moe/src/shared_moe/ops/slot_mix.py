@@ -4,7 +4,8 @@
 
 Shapes: B batch, H heads, N instances, S slots, P head width. Three forms of one function: `reference` stores the
 logits (the oracle), `fused` is torch's fused attention, `streamed` walks over the instances in chunks and recomputes
-in the backward pass, so that nothing beyond z and its gradient grows with N.
+in the backward pass, so that nothing beyond z and its gradient grows with N. On a GPU a CUDA kernel takes the streamed
+form, and the fused one where `backend` asks for it: until it has been measured there, torch's attention stays first.
 """
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from shared_moe.errors import InputError
+from shared_moe.ops.backend import choose_backend, resolve
 
 FORMS = ("fused", "streamed", "reference")
 CHUNK = 2048
@@ -98,6 +100,26 @@ def stream_slots(
     return top + total.log(), mixed / total[..., None]
 
 
+def _takes_kernel(op: str, backend: str, form: str, z: Tensor, widest: int, dropped: Tensor | None) -> bool:
+    """Whether the CUDA kernel runs: heads up to its widest, float32 sums, no dropped logits."""
+    chosen = choose_backend(op, backend)
+    if form == "reference" or (form == "fused" and chosen != "cuda") or resolve(op, chosen, z) != "cuda":
+        return False
+    from shared_moe.ops.cuda.slot_mix import WIDTHS
+
+    if widest > WIDTHS[-1]:
+        why = f"heads are {widest} wide, more than {WIDTHS[-1]}"
+    elif z.dtype != torch.float32:
+        why = f"there is no kernel for {z.dtype}"
+    elif dropped is not None:
+        why = "it has no slot dropout"
+    else:
+        return True
+    if backend == "cuda":
+        raise InputError(f"{op} can't run on backend 'cuda': {why}; use backend 'auto' or 'torch'")
+    return False
+
+
 def slot_mix(
     z_BHNP: Tensor,
     slots_HSP: Tensor,
@@ -107,21 +129,27 @@ def slot_mix(
     dropped_BHNS: Tensor | None = None,
     form: str = "fused",
     chunk: int = CHUNK,
+    backend: str = "auto",
 ) -> Tensor:
     """u (B, H, S, P): each slot's softmax-weighted mean of the real instances.
 
     mask_BN: True = real. dropped_BHNS: logits replaced by -inf (slot dropout); it needs the N x S matrix, so the
     streamed form does not take it. Softmax runs in float32 or wider in every form.
-    Raises `InputError` for an unknown form.
+    Raises `InputError` for an unknown form, or a backend that can't run here.
     """
     if form not in FORMS:
         raise InputError(f"form is {form!r}; there are: {', '.join(FORMS)}")
     wide = _wide(z_BHNP)
     keep = keep_mask(mask_BN, dropped_BHNS)
     z, slots = z_BHNP.to(wide), slots_HSP.to(wide)
+    if form == "streamed" and dropped_BHNS is not None:
+        raise InputError("slot dropout needs form='fused' or 'reference'")
+    if _takes_kernel("slot_mix", backend, form, z, z.shape[-1], dropped_BHNS):
+        from shared_moe.ops.cuda.slot_mix import attend
+
+        queries = (slots * scale).expand(z.shape[0], -1, -1, -1)
+        return attend(queries, z, None, mask_BN).to(z_BHNP.dtype)
     if form == "streamed":
-        if dropped_BHNS is not None:
-            raise InputError("slot dropout needs form='fused' or 'reference'")
         scale = torch.as_tensor(scale, dtype=wide, device=z.device)
         return _Streamed.apply(z, slots, scale, mask_BN, chunk).to(z_BHNP.dtype)
     if form == "reference":
@@ -142,10 +170,16 @@ def slot_unmix(
     scale: Tensor | float = 1.0,
     dropped_BHNS: Tensor | None = None,
     form: str = "fused",
+    backend: str = "auto",
 ) -> Tensor:
     """y (B, H, N, Q): each instance's mean of the slots' values, weighted by softmax over the slots."""
     wide = _wide(z_BHNP)
     z, slots, values = z_BHNP.to(wide), slots_HSP.to(wide), values_BHSQ.to(wide)
+    widest = max(z.shape[-1], values.shape[-1])
+    if _takes_kernel("slot_unmix", backend, form, z, widest, dropped_BHNS):
+        from shared_moe.ops.cuda.slot_mix import attend
+
+        return attend(z, (slots * scale).expand(z.shape[0], -1, -1, -1), values).to(z_BHNP.dtype)
     kept = None
     if dropped_BHNS is not None:
         kept = ~dropped_BHNS
@@ -156,9 +190,8 @@ def slot_unmix(
             logits = logits.masked_fill(~kept, float("-inf"))
         return torch.einsum("bhns,bhsq->bhnq", logits.softmax(3), values).to(z_BHNP.dtype)
     P, Q = z.shape[-1], values.shape[-1]
-    width = max(P, Q)  # equal widths keep torch on its fused kernel
-    queries = nnf.pad(z, (0, width - P))
-    keys = nnf.pad(slots * scale, (0, width - P)).expand(z.shape[0], -1, -1, -1)
-    padded = nnf.pad(values, (0, width - Q))
+    queries = nnf.pad(z, (0, widest - P))  # equal widths keep torch on its fused kernel
+    keys = nnf.pad(slots * scale, (0, widest - P)).expand(z.shape[0], -1, -1, -1)
+    padded = nnf.pad(values, (0, widest - Q))
     mixed = nnf.scaled_dot_product_attention(queries, keys, padded, attn_mask=kept, scale=1.0)
     return mixed[..., :Q].to(z_BHNP.dtype)

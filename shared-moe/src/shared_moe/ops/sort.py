@@ -7,18 +7,38 @@ import torch
 from torch import Tensor
 
 from shared_moe.errors import InputError, ShapeError
+from shared_moe.ops.backend import choose_backend, resolve
+
+MOST_EXPERTS = 1024
+"""Experts that the kernels for GPUs sort by; torch sorts by more."""
+
+
+def check_range(expert_ids: Tensor, num_experts: int) -> None:
+    """Raises `InputError` for an id that is neither an expert nor -1 or `num_experts`; on the CPU only."""
+    if expert_ids.numel() == 0 or expert_ids.device.type != "cpu":
+        return
+    low, high = (v.item() for v in expert_ids.aminmax())
+    if low < -1 or high > num_experts:
+        wrong = low if low < -1 else high
+        raise InputError(
+            f"expert_ids holds {wrong}; expected 0 to {num_experts - 1}, or -1 or {num_experts} for no expert"
+        )
 
 
 @torch.library.custom_op("shared_moe::sort_by_expert", mutates_args=())
 def sort_op(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    if expert_ids_TK.device.type == "cuda" and num_experts <= MOST_EXPERTS:
+        kernel = resolve("sort_by_expert", choose_backend("sort_by_expert"), expert_ids_TK)
+        if kernel == "cuda":
+            from shared_moe.ops.cuda.sort import sort
+
+            return sort(expert_ids_TK, num_experts)
+        if kernel == "triton":
+            from shared_moe.ops.triton.sort import sort
+
+            return sort(expert_ids_TK, num_experts)
     flat = expert_ids_TK.reshape(-1)
-    if flat.numel() and flat.device.type == "cpu":
-        low, high = (v.item() for v in flat.aminmax())
-        if low < -1 or high > num_experts:
-            wrong = low if low < -1 else high
-            raise InputError(
-                f"expert_ids holds {wrong}; expected 0 to {num_experts - 1}, or -1 or {num_experts} for no expert"
-            )
+    check_range(flat, num_experts)
     key, order = torch.where((flat < 0) | (flat > num_experts), num_experts, flat).sort(stable=True)
     ends = torch.searchsorted(key, torch.arange(num_experts + 1, device=key.device))
     return order, ends.diff()

@@ -14,6 +14,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from shared_moe.errors import InputError
+from shared_moe.ops.backend import choose_backend, resolve
 from shared_moe.ops.topk_route import stable_top_k
 from shared_moe.routing.dirichlet_calibration import ratio_from_mass, scale_from_variance
 from shared_moe.routing.routing import Routing
@@ -32,6 +33,11 @@ def sample_log_dirichlet(concentration_TE: Tensor, generator: torch.Generator | 
     explicit through U^(1/a). A row with a NaN comes back as NaN.
     """
     a = concentration_TE.to(torch.float64)
+    op = "sample_log_dirichlet"
+    if resolve(op, choose_backend(op), a) == "cuda":
+        from shared_moe.ops.cuda.dirichlet import log_gamma_sample
+
+        return log_gamma_sample(a, generator).log_softmax(-1)
     gamma = torch.ops.aten._standard_gamma(torch.where(a.isfinite(), a, 1.0) + 1, generator)
     u = 1 - torch.rand(a.shape, dtype=a.dtype, device=a.device, generator=generator)
     return (gamma.log() + u.log() / a).log_softmax(-1)

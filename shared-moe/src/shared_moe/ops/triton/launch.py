@@ -2,6 +2,7 @@
 """What the launchers share: block sizes, tuning configurations, persistent grids."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,42 +48,71 @@ def block_rows(rows: int, experts: int) -> int:
     return next((block for block in (16, 32, 64) if mean <= block), 128)
 
 
-def gemm_configs(accumulators: int = 1) -> list[triton.Config]:
+def gemm_configs() -> list[triton.Config]:
     """Tiles (columns, depth), warps and pipeline stages to choose from; the interpreter takes one small tile."""
     if interpreting():
         return [triton.Config({"BLOCK_N": 16, "BLOCK_K": 16}, num_warps=4, num_stages=1)]
     tiles = [
+        (256, 64, 8, 3),
+        (128, 64, 16, 3),
         (128, 64, 8, 3),
         (128, 64, 4, 4),
         (128, 32, 8, 4),
+        (64, 64, 8, 3),
         (64, 64, 4, 4),
         (64, 128, 4, 3),
         (32, 128, 4, 4),
     ]
-    if accumulators == 1:
-        tiles.append((256, 64, 8, 3))
     return [
         triton.Config({"BLOCK_N": n, "BLOCK_K": k}, num_warps=warps, num_stages=stages)
         for n, k, warps, stages in tiles
     ]
 
 
-def fits(config: triton.Config, block_m: int, itemsize: int, shared: int, accumulators: int = 1) -> bool:
-    """Whether a tile of this configuration keeps within shared memory and the registers of its warps."""
-    n, k, stages = config.kwargs["BLOCK_N"], config.kwargs["BLOCK_K"], config.num_stages
-    tile_bytes = (block_m + n * accumulators) * k * itemsize * stages
-    sums_a_thread = block_m * n * accumulators // (32 * config.num_warps)
-    return tile_bytes <= shared and sums_a_thread <= 128
+def fits(
+    config: triton.Config,
+    block_m: int,
+    block_n: int,
+    itemsize: int,
+    shared: int,
+    arch: int,
+    held: int,
+    fetched: int,
+) -> bool:
+    """Whether a tile keeps within `shared` bytes and the registers of its warps on sm_`arch`.
+
+    held: float32 tiles (block_m, block_n) that live at the same time; fetched: weight tiles of one step. The upper bound
+    on values a thread is where the compiler begins to spill; below the lower one fewer warps do the same. Sixteen warps
+    hold a large tile without spilling on sm_90 alone.
+    """
+    if config.num_warps > 8 and not 90 <= arch < 100:
+        return False
+    tile_bytes = (block_m + block_n * fetched) * config.kwargs["BLOCK_K"] * itemsize * config.num_stages
+    values = block_m * block_n * held // (32 * config.num_warps)
+    least = 64 if config.num_warps > 4 else 0
+    most = 128 if arch >= 90 and config.num_warps == 8 and held == 1 else 64
+    return tile_bytes <= shared and least <= values <= most
 
 
-def prune(configs: list[triton.Config], arguments: dict[str, Any], **options: Any) -> list[triton.Config]:
-    """The configurations that fit this device and dtype; used by autotune."""
-    if interpreting():
-        return configs
-    x: Tensor = arguments["x_ptr"]
-    accumulators = 1 if "y_ptr" in arguments else 2
-    block_m, shared = options["BLOCK_M"], _shared_bytes(x.device)
-    return [c for c in configs if fits(c, block_m, x.element_size(), shared, accumulators)] or configs[-1:]
+def pruner(held: int = 1, fetched: int = 1) -> Callable[..., list[triton.Config]]:
+    """For autotune: keeps the configurations that fit the device and dtype of the kernel's first tensor."""
+
+    def prune(configs: list[triton.Config], arguments: dict[str, Any], **options: Any) -> list[triton.Config]:
+        if interpreting():
+            return configs
+        x: Tensor = next(iter(arguments.values()))
+        major, minor = capability(x.device)
+        device = x.element_size(), _shared_bytes(x.device), 10 * major + minor
+        kept = [
+            c
+            for c in configs
+            if fits(
+                c, options["BLOCK_M"], c.kwargs.get("BLOCK_N", options.get("BLOCK_N")), *device, held, fetched
+            )
+        ]
+        return kept or configs[-1:]
+
+    return prune
 
 
 def allocate_descriptors(device: torch.device) -> None:

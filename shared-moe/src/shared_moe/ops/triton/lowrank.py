@@ -14,6 +14,11 @@ WIDEST = 256
 """Largest width in, and largest rank, that a program holds."""
 
 
+def warps(block_p: int, block_r: int) -> int:
+    """Warps of a program that holds a factor of (block_p, block_r)."""
+    return 4 if block_p * block_r <= 64 * 64 else 8
+
+
 @triton.jit
 def lowrank_kernel(
     u_ptr,
@@ -38,8 +43,8 @@ def lowrank_kernel(
     group = tl.program_id(0).to(tl.int64)
     e, h, b = group % E, group // E % H, group // E // H
     s = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
-    p = tl.arange(0, BLOCK_P)
-    r = tl.arange(0, BLOCK_R)
+    p = tl.arange(0, BLOCK_P).to(tl.int64)
+    r = tl.arange(0, BLOCK_R).to(tl.int64)
     u_at = u_ptr + group * S * P + s[:, None].to(tl.int64) * P + p[None, :]
     u = tl.load(u_at, mask=(s < S)[:, None] & (p < P)[None, :], other=0)
     owner = h if SHARED else e * H + h
@@ -85,6 +90,6 @@ def lowrank(u: Tensor, down: Tensor, down_bias: Tensor, up: Tensor, up_bias: Ten
         BLOCK_P=power_of_2(P),
         BLOCK_R=power_of_2(R),
         BLOCK_Q=min(64, power_of_2(Q)),
-        num_warps=4,
+        num_warps=warps(power_of_2(P), power_of_2(R)),
     )
     return v

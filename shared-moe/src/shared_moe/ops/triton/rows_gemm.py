@@ -44,7 +44,7 @@ def describe_weight(
 
 
 @triton.autotune(
-    launch.gemm_configs(), ["N", "K", "BLOCK_M"], {"early_config_prune": launch.prune}, cache_results=True
+    launch.gemm_configs(), ["N", "K", "BLOCK_M"], {"early_config_prune": launch.pruner()}, cache_results=True
 )
 @triton.jit
 def rows_gemm_kernel(

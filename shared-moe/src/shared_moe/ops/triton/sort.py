@@ -13,8 +13,6 @@ from torch import Tensor
 
 from shared_moe.ops.triton.launch import power_of_2
 
-MOST_EXPERTS = 1024
-
 
 def block_rows(block_e: int) -> int:
     """Assignments of a block, so that a block by all experts fits the registers."""

@@ -11,9 +11,15 @@ from torch import Tensor
 from shared_moe.ops.triton import launch
 from shared_moe.ops.triton.tiles import pick_tile
 
+HELD = 2
+"""Tiles that a program holds in float32: the product and its scale."""
+
 
 @triton.autotune(
-    launch.gemm_configs(), ["R", "D", "BLOCK_M"], {"early_config_prune": launch.prune}, cache_results=True
+    launch.gemm_configs(),
+    ["R", "D", "BLOCK_M"],
+    {"early_config_prune": launch.pruner(HELD)},
+    cache_results=True,
 )
 @triton.jit
 def spectral_kernel(

@@ -4,6 +4,9 @@
 With g = W2ᵀ grad_y, a = silu(gate) · up and w the combine weight of the row: writes the gradient of gate and up under
 w · g, w · a (what the gradient of W2 needs), and Σ_f g · a (the gradient of w) column block by column block.
 
+The columns of g are finished a quarter at a time: with all of them, gate, up and what becomes of them would not fit the
+registers.
+
 Shapes: T tokens, S rows sorted by expert, O output width, F hidden width, E experts.
 """
 
@@ -16,12 +19,8 @@ from shared_moe.ops.triton import launch
 from shared_moe.ops.triton.rows_gemm import describe_weight, load_weight
 from shared_moe.ops.triton.tiles import Tiles, pick_tile
 
-
-def hidden_columns(device: torch.device) -> int:
-    """Hidden columns of a tile: not tuned, because the partial sums are laid out by it."""
-    if launch.interpreting():
-        return 16
-    return 64 if launch.capability(device) >= (9, 0) else 32
+COLUMNS = 128
+"""Hidden columns of a tile: not tuned, because the partial sums are laid out by it."""
 
 
 def configs() -> list[triton.Config]:
@@ -33,7 +32,35 @@ def configs() -> list[triton.Config]:
     ]
 
 
-@triton.autotune(configs(), ["F", "O", "BLOCK_M"], cache_results=True)
+@triton.jit
+def halves(x):
+    """The left and the right half of the columns of a tile."""
+    return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def finish(g, f0, row, end, weight, hidden_ptr, grad_hidden_ptr, scaled_ptr, stride_hidden, stride_scaled, F):
+    """Writes what follows from a part of g, whose first column is f0; returns its Σ_f g · a by row."""
+    f = f0 + tl.arange(0, g.shape[1])
+    inside = (row < end)[:, None] & (f < F)[None, :]
+    at = row[:, None] * stride_hidden + f[None, :]
+    gate = tl.load(hidden_ptr + at, mask=inside, other=0).to(tl.float32)
+    up = tl.load(hidden_ptr + at + F, mask=inside, other=0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    a = silu * up
+    dtype = scaled_ptr.dtype.element_ty
+    tl.store(scaled_ptr + row[:, None] * stride_scaled + f[None, :], (a * weight).to(dtype), mask=inside)
+    weighted = g * weight
+    slope = sigmoid + silu * (1 - sigmoid)
+    tl.store(grad_hidden_ptr + at, (weighted * up * slope).to(dtype), mask=inside)
+    tl.store(grad_hidden_ptr + at + F, (weighted * silu).to(dtype), mask=inside)
+    return tl.sum(g * a, 1)
+
+
+@triton.autotune(
+    configs(), ["F", "O", "BLOCK_M"], {"early_config_prune": launch.pruner()}, cache_results=True
+)
 @triton.jit
 def swiglu_backward_gemm_kernel(
     grad_ptr,
@@ -85,21 +112,15 @@ def swiglu_backward_gemm_kernel(
             )
             w = load_weight(w_ptr, desc, e, f0, o0, F, O, stride_e, stride_row, False, TMA, BLOCK_N, BLOCK_K)
             g = tl.dot(grad, w, g, input_precision=PRECISION)
-        f = f0 + tl.arange(0, BLOCK_N)
-        inside = (row < end)[:, None] & (f < F)[None, :]
-        at = row[:, None] * stride_hidden + f[None, :]
-        gate = tl.load(hidden_ptr + at, mask=inside, other=0).to(tl.float32)
-        up = tl.load(hidden_ptr + at + F, mask=inside, other=0).to(tl.float32)
         weight = tl.load(weight_ptr + row, mask=row < end, other=0)[:, None]
-        sigmoid = tl.sigmoid(gate)
-        silu = gate * sigmoid
-        a = silu * up
-        dtype = scaled_ptr.dtype.element_ty
-        tl.store(dots_ptr + tile_n.to(tl.int64) * stride_dots + row, tl.sum(g * a, 1), mask=row < end)
-        tl.store(scaled_ptr + row[:, None] * stride_scaled + f[None, :], (a * weight).to(dtype), mask=inside)
-        g *= weight
-        tl.store(grad_hidden_ptr + at, (g * up * (sigmoid + silu * (1 - sigmoid))).to(dtype), mask=inside)
-        tl.store(grad_hidden_ptr + at + F, (g * silu).to(dtype), mask=inside)
+        to = row, end, weight, hidden_ptr, grad_hidden_ptr, scaled_ptr, stride_hidden, stride_scaled, F
+        left, right = halves(g)
+        one, two = halves(left)
+        three, four = halves(right)
+        part = BLOCK_N // 4
+        dots = finish(one, f0, *to) + finish(two, f0 + part, *to)
+        dots += finish(three, f0 + 2 * part, *to) + finish(four, f0 + 3 * part, *to)
+        tl.store(dots_ptr + tile_n.to(tl.int64) * stride_dots + row, dots, mask=row < end)
 
 
 def swiglu_backward_gemm(
@@ -113,8 +134,7 @@ def swiglu_backward_gemm(
     E, O, F = weight.shape
     S = token_S.shape[0]
     grad_hidden, scaled = torch.empty_like(hidden_SH), hidden_SH.new_empty(S, F)
-    block_n = hidden_columns(grad_TO.device)
-    dots = torch.zeros(triton.cdiv(F, block_n), S, dtype=torch.float32, device=grad_TO.device)
+    dots = torch.zeros(triton.cdiv(F, COLUMNS), S, dtype=torch.float32, device=grad_TO.device)
     tma = launch.use_descriptors(weight)
     if tma:
         launch.allocate_descriptors(grad_TO.device)
@@ -144,6 +164,6 @@ def swiglu_backward_gemm(
         PRECISION=launch.precision(grad_TO),
         BLOCK_M=tiles.block_m,
         GROUP_M=8,
-        BLOCK_N=block_n,
+        BLOCK_N=COLUMNS,
     )
     return grad_hidden, scaled, dots.sum(0)

@@ -12,9 +12,15 @@ from shared_moe.ops.triton import launch
 from shared_moe.ops.triton.rows_gemm import describe_weight, load_weight
 from shared_moe.ops.triton.tiles import Tiles, pick_tile
 
+HELD = 2
+"""Tiles that a program holds in float32: gate and up."""
+
 
 @triton.autotune(
-    launch.gemm_configs(2), ["F", "D", "BLOCK_M"], {"early_config_prune": launch.prune}, cache_results=True
+    launch.gemm_configs(),
+    ["F", "D", "BLOCK_M"],
+    {"early_config_prune": launch.pruner(HELD, 2)},
+    cache_results=True,
 )
 @triton.jit
 def swiglu_gemm_kernel(

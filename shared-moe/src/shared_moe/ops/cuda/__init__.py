@@ -1,0 +1,1 @@
+"""Kernels in CUDA C++, compiled at first use. The maths lies in headers that g++ compiles too."""

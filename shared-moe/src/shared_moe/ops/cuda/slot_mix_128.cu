@@ -1,0 +1,2 @@
+constexpr int WIDTH = 128;
+#include "slot_mix.cuh"

@@ -1,0 +1,2 @@
+constexpr int WIDTH = 16;
+#include "slot_mix.cuh"

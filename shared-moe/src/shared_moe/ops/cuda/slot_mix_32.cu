@@ -1,0 +1,2 @@
+constexpr int WIDTH = 32;
+#include "slot_mix.cuh"

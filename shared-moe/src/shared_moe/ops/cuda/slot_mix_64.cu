@@ -1,0 +1,2 @@
+constexpr int WIDTH = 64;
+#include "slot_mix.cuh"
