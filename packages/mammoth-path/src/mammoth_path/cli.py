@@ -33,6 +33,10 @@ EncoderName = Annotated[
 ]
 EncoderWeights = Annotated[Path | None, typer.Option(help="Weight file of an encoder that you have.")]
 Model = Annotated[str, typer.Option(help="Name of a shipped model, or a model's folder.")]
+AGGREGATOR_HELP = (
+    "mean, max, abmil, clam-sb, clam-mb, dsmil, dtfd, transmil, ilra, rrt or wikg; transmil and rrt read patches in their "
+    "order, which MAMMOTH's slots do not have: use --layer linear."
+)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
 
 
@@ -152,7 +156,7 @@ def train(
     preset: Annotated[str | None, typer.Option(help="Rebuild a shipped model instead.")] = None,
     data: Annotated[Path | None, typer.Option(help="Data that the preset asks for.")] = None,
     layer: Annotated[str, typer.Option(help="linear, mlp or mammoth.")] = "mammoth",
-    aggregator: Annotated[str, typer.Option(help="mean, max or abmil.")] = "abmil",
+    aggregator: Annotated[str, typer.Option(help=AGGREGATOR_HELP)] = "abmil",
     rank: Annotated[str, typer.Option(help="MAMMOTH's rank: match, auto or a number.")] = "match",
     epochs: int = 40,
     batch_size: int = 8,

@@ -144,7 +144,7 @@ def _epoch(
     model.train()
     total = 0.0
     for x, mask, labels in batches(train, options.batch_size, generator):
-        loss = nnf.cross_entropy(model(x, mask, generator=generator).logits_BC, labels)
+        loss = model.loss(x, mask, labels, generator=generator)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         optimiser.step()
